@@ -11,8 +11,8 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from elastic_aio.cli.options import UsageError, invalid_value
 from elastic_aio.events import Event
+from elastic_aio.spec.checks import UsageError, invalid_value
 from elastic_aio.torch_events import TorchEvents
 
 Send = Callable[[str], None]

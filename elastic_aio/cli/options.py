@@ -16,8 +16,13 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct
 
-from elastic_aio.errors import SpecError
-from elastic_aio.spec.checks import MAX_NUMBER, TOKEN_MIN
+from elastic_aio.spec.checks import UsageError as UsageError
+from elastic_aio.spec.checks import invalid_value as invalid_value
+from elastic_aio.spec.checks import parse_int as parse_int
+from elastic_aio.spec.checks import parse_number as parse_number
+from elastic_aio.spec.checks import parse_seconds as parse_seconds
+from elastic_aio.spec.checks import read_token as read_token
+from elastic_aio.spec.checks import variable_of as variable_of
 from elastic_aio.text import did_you_mean, one_line
 
 if TYPE_CHECKING:
@@ -33,10 +38,6 @@ Values = Mapping[str, str | None]
 """The values of options by their `dest`; None of those that are not given."""
 
 _OPTION_LIKE: Final = r"-(?!\d+$|\d*\.\d+$)[^ ]+$"
-
-
-class UsageError(Exception):
-    """A command line is invalid; the message is one line."""
 
 
 class Option(Struct, frozen=True):
@@ -153,11 +154,6 @@ def plain_values(words: Sequence[str], options: Sequence[Option]) -> dict[str, s
     return values
 
 
-def variable_of(name: str) -> str:
-    """Return the PET_* variable of an option."""
-    return f"PET_{name.replace('-', '_').upper()}"
-
-
 def value_from_env(option: Option, env: Mapping[str, str]) -> str | None:
     """Return the value of the option's PET_* variable; None if it is unset or a flag is 0.
 
@@ -170,74 +166,6 @@ def value_from_env(option: Option, env: Mapping[str, str]) -> str | None:
     if (number := parse_int(value)) is None:
         raise invalid_value(option.variable, "must be a number (0 is off)", value)
     return "1" if number else None  # as in torchrun
-
-
-def invalid_value(option: str, problem: str, value: object) -> UsageError:
-    """Return the error of an option whose value cannot be accepted."""
-    return UsageError(str(SpecError(option, value, problem)))
-
-
-def parse_int(text: str) -> int | None:
-    """Return the whole number from 0 to `MAX_NUMBER` that `text` is; None if it is not one."""
-    is_number = text.isascii() and text.isdecimal() and len(text) < 10
-    return int(text) if is_number else None
-
-
-def parse_number(
-    option: str, text: str, *, least: int = 0, most: int = MAX_NUMBER, unit: str = "a whole number"
-) -> int:
-    """Return `text` as a whole number from `least` to `most`.
-
-    Raises:
-        UsageError: it is not one; the message names `option`, `unit` and the range.
-    """
-    number = parse_int(text)
-    if number is None or not least <= number <= most:
-        raise invalid_value(option, f"must be {unit} from {least} to {most}", text)
-    return number
-
-
-def parse_seconds(
-    option: str, text: str, *, is_positive: bool = False, limit: float = float("inf")
-) -> float:
-    """Return `text` as seconds: at least 0, or above 0 with `is_positive`, and below `limit`.
-
-    Raises:
-        UsageError: it is not a number, or out of range.
-    """
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    # A comparison with NaN is false, so NaN is refused too.
-    if not 0 <= seconds < limit or (is_positive and not seconds):
-        bound = "above 0" if is_positive else "of at least 0"
-        if limit <= seconds < float("inf"):
-            bound = f"below {limit:.0f}"
-        raise invalid_value(option, f"must be a number of seconds {bound}", text)
-    return seconds
-
-
-def read_token(option: str, path: str, *, at_least: int = TOKEN_MIN) -> str:
-    """Return the store token in a file: its text without surrounding space.
-
-    Tokens and passwords come from files because every user of the host can read a command line.
-
-    Raises:
-        UsageError: the file cannot be read, is not UTF-8, or is too short; names `option`.
-    """
-    try:
-        with open(path, encoding="utf-8") as file:
-            token = file.read().strip()
-    except (OSError, ValueError) as error:
-        reason = (getattr(error, "strerror", None) or "it is not text").lower()
-        raise invalid_value(option, f"must be a file that can be read: {reason}", path) from None
-    if not token:
-        raise invalid_value(option, "must not be an empty file", path)
-    if len(token) < at_least:
-        problem = f"must be a file with at least {at_least} characters"
-        raise invalid_value(option, problem, f"{len(token)} in {path}")
-    return token
 
 
 def choose_loop(choice: str, *, serves_store: bool = False) -> LoopFactory | None:

@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from elastic_aio.cli.options import UsageError, invalid_value, parse_number
-from elastic_aio.cli.tls_options import parse_switch
+from elastic_aio.spec.checks import UsageError, invalid_value, parse_number, parse_switch
 from elastic_aio.spec.rendezvous import ENGINES, ETCD
 from elastic_aio.text import did_you_mean
 

@@ -5,26 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
-from elastic_aio.cli.options import UsageError, invalid_value
 from elastic_aio.cli.parser import OptionParser
 from elastic_aio.errors import SpecError
+from elastic_aio.spec.checks import UsageError, parse_switch
 from elastic_aio.spec.tls import TlsSpec
 
-YES: Final = frozenset({"1", "true", "t", "yes", "y"})
-NO: Final = frozenset({"0", "false", "f", "no", "n"})
-
 _FIELDS: Final = ("cert", "key", "ca", "client_auth", "server_name")
-
-
-def parse_switch(option: str, text: str) -> bool:
-    """Return `text` as a truth value.
-
-    Raises:
-        UsageError: it is none; the message names `option`.
-    """
-    if text.lower() not in YES | NO:
-        raise invalid_value(option, "must be true or false", text)
-    return text.lower() in YES
 
 
 def add_client_tls_options(parser: OptionParser) -> None:

@@ -26,6 +26,9 @@ MAX_NUMBER: Final = 999_999_999
 TOKEN_MIN: Final = 16
 """Characters of a token.  Its proofs can be compared with guesses, so it must not be guessed."""
 
+YES: Final = frozenset({"1", "true", "t", "yes", "y"})
+NO: Final = frozenset({"0", "false", "f", "no", "n"})
+
 _LABEL: Final = re.compile(r"(?=[_-]*[^\W_])[\w-]{1,63}")
 _IPV6: Final = r"[0-9a-fA-F:.]+(?:%[\w.-]+)?"
 
@@ -243,3 +246,94 @@ def is_host_name(host: str) -> bool:
         return re.fullmatch(_IPV6, host) is not None
     labels = host.removesuffix(".").split(".")
     return len(host) <= 253 and all(_LABEL.fullmatch(label) for label in labels)
+
+
+# ------------------------------------------------------------ settings that are text
+
+
+class UsageError(Exception):
+    """A command line is invalid; the message is one line."""
+
+
+def variable_of(name: str) -> str:
+    """Return the PET_* variable of an option."""
+    return f"PET_{name.replace('-', '_').upper()}"
+
+
+def invalid_value(option: str, problem: str, value: object) -> UsageError:
+    """Return the error of an option whose value cannot be accepted."""
+    return UsageError(str(SpecError(option, value, problem)))
+
+
+def parse_int(text: str) -> int | None:
+    """Return the whole number from 0 to `MAX_NUMBER` that `text` is; None if it is not one."""
+    is_number = text.isascii() and text.isdecimal() and len(text) < 10
+    return int(text) if is_number else None
+
+
+def parse_number(
+    option: str, text: str, *, least: int = 0, most: int = MAX_NUMBER, unit: str = "a whole number"
+) -> int:
+    """Return `text` as a whole number from `least` to `most`.
+
+    Raises:
+        UsageError: it is not one; the message names `option`, `unit` and the range.
+    """
+    number = parse_int(text)
+    if number is None or not least <= number <= most:
+        raise invalid_value(option, f"must be {unit} from {least} to {most}", text)
+    return number
+
+
+def parse_seconds(
+    option: str, text: str, *, is_positive: bool = False, limit: float = float("inf")
+) -> float:
+    """Return `text` as seconds: at least 0, or above 0 with `is_positive`, and below `limit`.
+
+    Raises:
+        UsageError: it is not a number, or out of range.
+    """
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    # A comparison with NaN is false, so NaN is refused too.
+    if not 0 <= seconds < limit or (is_positive and not seconds):
+        bound = "above 0" if is_positive else "of at least 0"
+        if limit <= seconds < float("inf"):
+            bound = f"below {limit:.0f}"
+        raise invalid_value(option, f"must be a number of seconds {bound}", text)
+    return seconds
+
+
+def read_token(option: str, path: str, *, at_least: int = TOKEN_MIN) -> str:
+    """Return the store token in a file: its text without surrounding space.
+
+    Tokens and passwords come from files because every user of the host can read a command line.
+
+    Raises:
+        UsageError: the file cannot be read, is not UTF-8, or is too short; names `option`.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            token = file.read().strip()
+    except (OSError, ValueError) as error:
+        reason = (getattr(error, "strerror", None) or "it is not text").lower()
+        raise invalid_value(option, f"must be a file that can be read: {reason}", path) from None
+    if not token:
+        raise invalid_value(option, "must not be an empty file", path)
+    if len(token) < at_least:
+        problem = f"must be a file with at least {at_least} characters"
+        raise invalid_value(option, problem, f"{len(token)} in {path}")
+    return token
+
+
+def parse_switch(option: str, text: str) -> bool:
+    """Return `text` as a truth value.
+
+    Raises:
+        UsageError: it is none; the message names `option`.
+    """
+    if text.lower() not in YES | NO:
+        raise invalid_value(option, "must be true or false", text)
+    return text.lower() in YES

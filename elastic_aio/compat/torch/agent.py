@@ -28,7 +28,6 @@ from typing import Any, TextIO
 from elastic_aio.agent.agent import Agent
 from elastic_aio.agent.event_log import EventListener
 from elastic_aio.cli.event_handlers import load_event_handler
-from elastic_aio.cli.options import UsageError
 from elastic_aio.cli.torch_logs import TorchLogLayout
 from elastic_aio.cli.torchrun import (
     HEALTH_VARIABLE,
@@ -52,7 +51,7 @@ from elastic_aio.launcher import receive_signals, run_coroutine, supervise_agent
 from elastic_aio.node_events import RoundFormed
 from elastic_aio.outcome import EndCause, JobState, LaunchResult, signal_name
 from elastic_aio.rendezvous.base import AgentPort, NodeInfo, Rendezvous
-from elastic_aio.spec.checks import signal_number
+from elastic_aio.spec.checks import UsageError, signal_number
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec

@@ -21,7 +21,6 @@ from typing import Any, Final
 from msgspec import Struct
 
 from elastic_aio.agent.preflight import resolve_nproc
-from elastic_aio.cli.options import UsageError, variable_of
 from elastic_aio.cli.rdzv_conf import parse_pairs
 from elastic_aio.cli.torchrun import outside_worker
 from elastic_aio.compat.torch.agent import LocalElasticAgent, WorkerSpec
@@ -30,6 +29,7 @@ from elastic_aio.compat.torch.multiprocessing import SignalException
 from elastic_aio.compat.torch.multiprocessing.logs import DefaultLogsSpecs, LogsSpecs, Std
 from elastic_aio.compat.torch.rendezvous.api import RendezvousHandler, RendezvousParameters
 from elastic_aio.compat.torch.rendezvous.registry import get_rendezvous_handler
+from elastic_aio.spec.checks import UsageError, variable_of
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import STATIC_PORT
 from elastic_aio.worker.scripts import run_script
