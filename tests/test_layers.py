@@ -41,7 +41,7 @@ LAYERS: list[set[str]] = [
     {"discovery", "control"},
     {"rendezvous"},
     {"agent"},
-    {"http", "report", "testing", "torch_events"},
+    {"http", "report", "testing", "torch_events", "torch_logs"},
     {"launcher"},
     {"group"},
     {"multiprocessing"},

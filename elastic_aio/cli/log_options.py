@@ -68,7 +68,7 @@ def _log_layout(name: str | None) -> Callable[..., LogSpec]:
             raise UsageError(f"--logs-specs: {name} cannot be loaded: {error!r}") from error
         if entry.group == ENTRY_POINTS:
             return layout
-        from elastic_aio.cli.torch_logs import TorchLogLayout
+        from elastic_aio.torch_logs import TorchLogLayout
 
         return partial(TorchLogLayout.of_plugin, layout)
     known = ", ".join(sorted({"default", *(entry.name for entry in found)}))

@@ -27,7 +27,7 @@ from elastic_aio.spec.rendezvous import (
 from elastic_aio.spec.tls import TlsSpec
 
 if TYPE_CHECKING:
-    from elastic_aio.cli.rdzv_conf import Conf
+    from elastic_aio.spec.rdzv_conf import Conf
 
 _SLURM_RANKS: Final = ("SLURM_PROCID", "SLURM_NODEID")
 
@@ -105,7 +105,7 @@ def _conf(values: Values, backend: str, *, is_many: bool) -> Conf | None:
     text = values["rdzv_conf"] or ""
     if not text and not is_many and backend != "static":
         return None
-    from elastic_aio.cli.rdzv_conf import parse_conf
+    from elastic_aio.spec.rdzv_conf import parse_conf
 
     return parse_conf(text, backend)
 

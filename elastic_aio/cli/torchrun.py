@@ -449,7 +449,7 @@ def _option_of(field: str) -> str:
     """Return the option that sets a field of the spec; the field if there is none."""
     if option := _OPTION_OF_FIELD.get(field):
         return option
-    from elastic_aio.cli.rdzv_conf import SWITCHES, TIMES, TLS
+    from elastic_aio.spec.rdzv_conf import SWITCHES, TIMES, TLS
 
     part, _, name = field.rpartition(".")
     for key in (name if part == "rendezvous" else "", field.replace(".", "_")):

@@ -28,7 +28,6 @@ from typing import Any, TextIO
 from elastic_aio.agent.agent import Agent
 from elastic_aio.agent.event_log import EventListener
 from elastic_aio.cli.event_handlers import load_event_handler
-from elastic_aio.cli.torch_logs import TorchLogLayout
 from elastic_aio.cli.torchrun import (
     HEALTH_VARIABLE,
     as_option_error,
@@ -59,6 +58,7 @@ from elastic_aio.spec.restart import RestartPolicy
 from elastic_aio.spec.stop import SignalSpec, StopPlan
 from elastic_aio.spec.torchrun import TORCHRUN_DEFAULTS
 from elastic_aio.sync import LoopThread
+from elastic_aio.torch_logs import TorchLogLayout
 
 __all__ = [
     "DEFAULT_ROLE",

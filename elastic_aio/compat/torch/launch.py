@@ -21,7 +21,6 @@ from typing import Any, Final
 from msgspec import Struct
 
 from elastic_aio.agent.preflight import resolve_nproc
-from elastic_aio.cli.rdzv_conf import parse_pairs
 from elastic_aio.cli.torchrun import outside_worker
 from elastic_aio.compat.torch.agent import LocalElasticAgent, WorkerSpec
 from elastic_aio.compat.torch.errors import ChildFailedError, record
@@ -31,6 +30,7 @@ from elastic_aio.compat.torch.rendezvous.api import RendezvousHandler, Rendezvou
 from elastic_aio.compat.torch.rendezvous.registry import get_rendezvous_handler
 from elastic_aio.spec.checks import UsageError, variable_of
 from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.rdzv_conf import parse_pairs
 from elastic_aio.spec.rendezvous import STATIC_PORT
 from elastic_aio.worker.scripts import run_script
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from enum import IntFlag
 from typing import TextIO
 
-from elastic_aio.cli.torch_logs import destinations_of
 from elastic_aio.logs.paths import run_prefix
 from elastic_aio.spec.logs import LogDestinations, LogLayout, LogLayoutContext
+from elastic_aio.torch_logs import destinations_of
 
 __all__ = [
     "DefaultLogsSpecs",

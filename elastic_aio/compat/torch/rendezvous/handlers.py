@@ -12,7 +12,6 @@ import os
 import threading
 from typing import Any
 
-from elastic_aio.cli.rdzv_conf import parse_conf
 from elastic_aio.compat.torch.rendezvous.api import (
     RendezvousClosedError,
     RendezvousHandler,
@@ -22,6 +21,7 @@ from elastic_aio.compat.torch.rendezvous.api import (
 from elastic_aio.compat.torch.rendezvous.bridge import Participation
 from elastic_aio.spec.checks import UsageError, parse_host_port
 from elastic_aio.spec.job import NodeRange
+from elastic_aio.spec.rdzv_conf import parse_conf
 from elastic_aio.spec.rendezvous import RendezvousSpec
 
 __all__ = ["DynamicRendezvousHandler", "StaticTCPRendezvous", "create_handler"]
