@@ -13,18 +13,15 @@ from elastic_aio.cli.options import (
     invalid_value,
     parse_number,
     parse_seconds,
-    read_token,
 )
 from elastic_aio.spec.checks import checked_host, format_host_port
 from elastic_aio.spec.job import NodeRange
 from elastic_aio.spec.rendezvous import (
     ENGINES,
     STATIC_PORT,
-    EngineSpec,
     RendezvousSpec,
     engine_port,
 )
-from elastic_aio.spec.tls import TlsSpec
 
 if TYPE_CHECKING:
     from elastic_aio.spec.rdzv_conf import Conf
@@ -68,7 +65,7 @@ def parse_rendezvous_options(values: Values, env: Mapping[str, str]) -> Rendezvo
     settings = {**_defaults(values), **({} if conf is None else conf.settings)}
     if conf is not None and is_many:
         warnings += [*conf.warnings, *_usage_warnings(values, backend, endpoint)]
-        settings |= read_secrets(conf)
+        settings |= conf.read_secrets()
         if backend == "static":
             if nodes.minimum < nodes.maximum:
                 warnings.append(
@@ -116,27 +113,6 @@ def _defaults(values: Values) -> Mapping[str, Any]:
     from elastic_aio.spec.torchrun import TORCHRUN_DEFAULTS
 
     return TORCHRUN_DEFAULTS["rendezvous"]
-
-
-def read_secrets(conf: Conf) -> dict[str, Any]:
-    """Return the fields of `RendezvousSpec` for which files are read.
-
-    Raises:
-        UsageError: a file cannot be read.
-        SpecError: a setting is invalid.
-    """
-    settings: dict[str, Any] = {}
-    engine = dict(conf.engine)
-    if conf.token_file is not None:
-        settings["token"] = read_token("--rdzv-conf: token_file", conf.token_file)
-    if conf.password_file is not None:
-        option = "--rdzv-conf: password_file"
-        engine["password"] = read_token(option, conf.password_file, at_least=1)
-    if engine:
-        settings["engine"] = EngineSpec(**engine)
-    if conf.tls:
-        settings["tls"] = TlsSpec(**conf.tls)
-    return settings
 
 
 def _nodes(values: Values, warnings: list[str]) -> NodeRange:

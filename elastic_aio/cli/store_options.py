@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from elastic_aio.cli.parser import OptionParser, add_token_option
-from elastic_aio.cli.rendezvous_options import check_backend, read_secrets
+from elastic_aio.cli.rendezvous_options import check_backend
 from elastic_aio.cli.tls_options import add_client_tls_options, tls_of
 from elastic_aio.spec.rdzv_conf import parse_conf
 from elastic_aio.spec.rendezvous import (
@@ -61,7 +61,7 @@ def store_spec(arguments: argparse.Namespace) -> RendezvousSpec:
     if backend != RendezvousSpec().backend:
         check_backend(backend)
     default = f"localhost:{engine_port(backend)}" if backend in ENGINES else None
-    secrets = read_secrets(parse_conf(arguments.rdzv_conf, backend))
+    secrets = parse_conf(arguments.rdzv_conf, backend).read_secrets()
     settings = {
         "token": arguments.token,
         "tls": tls_of(arguments, is_server=False) or secrets.get("tls"),

@@ -8,8 +8,15 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from elastic_aio.spec.checks import UsageError, invalid_value, parse_number, parse_switch
-from elastic_aio.spec.rendezvous import ENGINES, ETCD
+from elastic_aio.spec.checks import (
+    UsageError,
+    invalid_value,
+    parse_number,
+    parse_switch,
+    read_token,
+)
+from elastic_aio.spec.rendezvous import ENGINES, ETCD, EngineSpec
+from elastic_aio.spec.tls import TlsSpec
 from elastic_aio.text import did_you_mean
 
 TIMES: Final = {
@@ -93,6 +100,26 @@ class Conf(Struct, frozen=True):
     password_file: str | None
     pairs: Mapping[str, str]
     warnings: tuple[str, ...]
+
+    def read_secrets(self) -> dict[str, Any]:
+        """Return the fields of `RendezvousSpec` for which files are read.
+
+        Raises:
+            UsageError: a file cannot be read.
+            SpecError: a setting is invalid.
+        """
+        settings: dict[str, Any] = {}
+        engine = dict(self.engine)
+        if self.token_file is not None:
+            settings["token"] = read_token("--rdzv-conf: token_file", self.token_file)
+        if self.password_file is not None:
+            option = "--rdzv-conf: password_file"
+            engine["password"] = read_token(option, self.password_file, at_least=1)
+        if engine:
+            settings["engine"] = EngineSpec(**engine)
+        if self.tls:
+            settings["tls"] = TlsSpec(**self.tls)
+        return settings
 
 
 def parse_conf(text: str, backend: str) -> Conf:

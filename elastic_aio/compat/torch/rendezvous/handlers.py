@@ -213,11 +213,9 @@ def _nodes(params: RendezvousParameters) -> NodeRange:
 
 def _settings(config: dict[str, Any], backend: str) -> dict[str, Any]:
     """Return the fields of `RendezvousSpec` for torch's keys."""
-    from elastic_aio.cli.rendezvous_options import read_secrets
-
     try:
         conf = parse_conf(",".join(f"{key}={value}" for key, value in config.items()), backend)
-        settings = {**conf.settings, **read_secrets(conf)}
+        settings = {**conf.settings, **conf.read_secrets()}
     except UsageError as error:
         raise ValueError(str(error)) from None
     for warning in conf.warnings:
