@@ -42,7 +42,7 @@ LAYERS: list[set[str]] = [
     {"rendezvous"},
     {"agent"},
     {"http", "report", "testing", "torch_events", "torch_logs"},
-    {"launcher"},
+    {"event_handlers", "launcher"},
     {"group"},
     {"multiprocessing"},
     {"cli", "plugins", "sync"},

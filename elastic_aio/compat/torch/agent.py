@@ -27,7 +27,6 @@ from typing import Any, TextIO
 
 from elastic_aio.agent.agent import Agent
 from elastic_aio.agent.event_log import EventListener
-from elastic_aio.cli.event_handlers import load_event_handler
 from elastic_aio.cli.torchrun import (
     HEALTH_VARIABLE,
     as_option_error,
@@ -44,6 +43,7 @@ from elastic_aio.compat.torch.rendezvous.api import RendezvousClosedError, error
 from elastic_aio.compat.torch.rendezvous.bridge import HandlerRendezvous
 from elastic_aio.compat.torch.rendezvous.handlers import DynamicRendezvousHandler
 from elastic_aio.errors import JobFailed, JobStopped, RendezvousFailed, SpecError
+from elastic_aio.event_handlers import load_event_handler
 from elastic_aio.events import AttemptFailed, Event, JobFinished, StopRequested, WorkerStarted
 from elastic_aio.http.server import StatusServer
 from elastic_aio.launcher import receive_signals, run_coroutine, supervise_agent
