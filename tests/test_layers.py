@@ -41,12 +41,12 @@ LAYERS: list[set[str]] = [
     {"discovery", "control"},
     {"rendezvous"},
     {"agent"},
-    {"http", "report", "testing", "torch_events", "torch_logs"},
+    {"http", "report", "testing", "torch_events", "torch_logs", "torch_variables"},
     {"event_handlers", "launcher"},
     {"group"},
     {"multiprocessing"},
-    {"cli", "plugins", "sync"},
-    {"compat"},
+    {"plugins", "sync"},
+    {"cli", "compat"},
     {"__init__", "__main__", "launch"},
 ]
 VALUES = LAYERS[0]

@@ -7,7 +7,6 @@ after the script left alone.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -34,13 +33,13 @@ from elastic_aio.cli.run_options import (
     USE_ENV,
 )
 from elastic_aio.errors import SpecError
-from elastic_aio.spec.checks import parse_host_port, parse_port, signal_number
+from elastic_aio.spec.checks import parse_host_port, signal_number
 from elastic_aio.spec.job import Command, Function, LaunchSpec, Module, Script
 from elastic_aio.spec.liveness import LivenessSpec
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.spec.restart import RestartWindow
 from elastic_aio.spec.stop import DEFAULT_GRACE, SignalSpec, StopPlan, StopScope
-from elastic_aio.worker.context import RUN_ID, TIMER_FILE, is_in_worker
+from elastic_aio.worker.context import SCHEDULERS, is_in_worker
 
 _DEADLINES = "heartbeat_timeout", "ready_timeout", "progress_timeout", "exit_skew_timeout"
 """Options that are deadlines of the workers, by their `dest`."""
@@ -82,11 +81,7 @@ _INFO, _ERROR = 20, 40
 """Levels of `logging`, whose import would delay the start of the guardian."""
 
 _NO_SHARED_STORE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-_SCHEDULERS = ("SLURM_", "FLUX_", "LSB_", "OMPI_", "PMI_", "PBS_", "JOB_COMPLETION")
 _SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-_TIMERS_VARIABLE = "TORCHELASTIC_ENABLE_FILE_TIMER"
-_UNINTERRUPTIBLE_VARIABLE = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
-HEALTH_VARIABLE = "TORCHELASTIC_HEALTH_CHECK_PORT"
 _GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
@@ -111,7 +106,11 @@ def parse_run(
     """
     accepted = (*RUN_OPTIONS, USE_ENV) if is_launch else RUN_OPTIONS
     options, program = split_options(argv, accepted)
-    env, notes = outside_worker(env)
+    notes: list[str] = []
+    if is_in_worker(env):
+        from elastic_aio.torch_variables import outside_worker  # most launchers are in none
+
+        env, notes = outside_worker(env)
     values = plain_values(options, accepted)
     if values is None:
         from elastic_aio.cli.parser import option_parser
@@ -127,9 +126,12 @@ def parse_run(
     if values["signals_to_handle"] is None and (names := env.get(_SIGNALS_VARIABLE)):
         values["signals_to_handle"] = names
         variables["--signals-to-handle"] = _SIGNALS_VARIABLE
-    if values["http"] is None and (address := health_address_from(env)):
-        values["http"] = address
-        variables["--http"] = HEALTH_VARIABLE
+    if values["http"] is None and _has_torch_variable(env):
+        from elastic_aio.torch_variables import HEALTH_VARIABLE, health_address_from
+
+        if (address := health_address_from(env)) is not None:
+            values["http"] = address
+            variables["--http"] = HEALTH_VARIABLE
     if is_launch:
         program = _with_local_rank(values, program)
     try:
@@ -139,21 +141,6 @@ def parse_run(
         return replace(request, variables=variables, warnings=tuple(warnings))
     except (SpecError, UsageError) as error:
         raise UsageError(as_option_error(error, variables)) from error
-
-
-def outside_worker(env: Mapping[str, str]) -> tuple[Mapping[str, str], list[str]]:
-    """Return the variables that describe a job, and a line if those of a worker are left out.
-
-    In a worker the scheduler's variables and PET_* describe the job of this worker: another one
-    with them would take a rank of it, or wait for one for ever.
-    """
-    left_out = {name for name in env if name.startswith((*_SCHEDULERS, "PET_"))}
-    if not left_out or not is_in_worker(env):
-        return env, []
-    kinds = sorted({f"{name.partition('_')[0]}_*" for name in left_out})
-    rest = {name: value for name, value in env.items() if name not in left_out}
-    run = env.get(RUN_ID, "another job")
-    return rest, [f"inside a worker of {run}: {', '.join(kinds)} are not read, options are"]
 
 
 def _misplaced(
@@ -178,7 +165,7 @@ def _misplaced(
 def _apply_scheduler(values: dict[str, str | None], env: Mapping[str, str]) -> list[str]:
     """Fill in the options of the rendezvous that a scheduler knows; return what it says."""
     # The module is imported only where one of them has started this process.
-    if not any(name.startswith(_SCHEDULERS) for name in env):
+    if not any(name.startswith(SCHEDULERS) for name in env):
         return []
     import socket
 
@@ -229,7 +216,7 @@ def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunR
         role=values["role"] or "default",
         run_id=values["rdzv_id"] or None,
         host_store=env.get(_NO_SHARED_STORE_VARIABLE) != "1",
-        timers=timers_from(env),
+        **_torch_fields(env),
         logs=logs,
         stop=_stop_plan(values, env),
         liveness=_liveness(values),
@@ -237,7 +224,6 @@ def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunR
         python=env.get("PYTHON_EXEC") or None,
         numa_binding=values["numa_binding"],  # type: ignore[arg-type]  # LaunchSpec checks it
         virtual_local_rank=bool(values["virtual_local_rank"]),
-        uninterruptible_timeout=uninterruptible_timeout_from(env),
     )
     return RunRequest(
         spec,
@@ -252,6 +238,21 @@ def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunR
         level=_level(values),
         has_control=not values["no_control"],
     )
+
+
+def _has_torch_variable(env: Mapping[str, str]) -> bool:
+    """Whether a variable may be one of those that torch's launcher reads."""
+    return any(name.startswith("TORCHELASTIC_") for name in env)
+
+
+def _torch_fields(env: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of the spec that only variables of torch's launcher set."""
+    if not _has_torch_variable(env):
+        return {}
+    from elastic_aio.torch_variables import timers_from, uninterruptible_timeout_from
+
+    timeout = uninterruptible_timeout_from(env)
+    return {"timers": timers_from(env), "uninterruptible_timeout": timeout}
 
 
 def _has_any(values: Values, options: Iterable[Option]) -> bool:
@@ -337,28 +338,6 @@ def _program(
     return (Command((script,)) if values["no_python"] else Script(script)), args
 
 
-def timers_from(env: Mapping[str, str]) -> bool | str:
-    """Return where the pipe of the timers is made: False for none."""
-    # In a worker the path is that of the pipe of its own job.
-    path = "" if RUN_ID in env else env.get(TIMER_FILE)
-    return env.get(_TIMERS_VARIABLE) == "1" and (path or True)
-
-
-def health_address_from(env: Mapping[str, str]) -> str | None:
-    """Return the `HOST:PORT` of torch's health check: on loopback; None for none.
-
-    Raises:
-        UsageError: the variable is not a port.
-    """
-    port = env.get(HEALTH_VARIABLE)
-    # In a worker the port is that of its own job.
-    if not port or RUN_ID in env:
-        return None
-    if parse_port(port) is None:
-        raise invalid_value(HEALTH_VARIABLE, "must be a port from 1 to 65535", port)
-    return f"127.0.0.1:{port}"
-
-
 def _stop_plan(values: Values, env: Mapping[str, str]) -> StopPlan:
     option, value = "--shutdown-timeout", values["shutdown_timeout"]
     if value is None and (value := env.get(_GRACE_VARIABLE) or None):
@@ -381,15 +360,6 @@ def _liveness(values: Values) -> LivenessSpec:
         if (text := values[name]) is not None
     }
     return LivenessSpec(**seconds, on_timeout=values["on_timeout"] or "fail")  # type: ignore[arg-type]  # LivenessSpec checks it
-
-
-def uninterruptible_timeout_from(env: Mapping[str, str]) -> float | None:
-    """Return the limit in seconds of uninterruptible system calls; None is no limit."""
-    text = env.get(_UNINTERRUPTIBLE_VARIABLE, "")
-    # As in torch, a number that is not above 0 is no limit.
-    if not text or re.fullmatch(r"-\d+(\.\d*)?", text):
-        return None
-    return parse_seconds(_UNINTERRUPTIBLE_VARIABLE, text, limit=1e9) or None
 
 
 def _signals(values: Values) -> SignalSpec:

@@ -41,8 +41,8 @@ agent.uninterruptible cli.parser cli.rendezvous_options cli.restart_options cli.
 cli.sd_notify cli.suggestions cli.tls_options discovery event_handlers event_json hardware http
 logs.inotify logs.line_filter logs.reader logs.trimmer multiprocessing node_events
 process.calls process.fork process.forkserver rendezvous spec.rdzv_conf spec.torchrun
-stacks store.client store.server store.tls torch_logs worker.bootstrap worker.membership
-worker.notify worker.recorder worker.scripts worker.timers
+stacks store.client store.server store.tls torch_logs torch_variables worker.bootstrap
+worker.membership worker.notify worker.recorder worker.scripts worker.timers
 """
 
 STANDARD = """

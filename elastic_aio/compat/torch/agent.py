@@ -27,13 +27,6 @@ from typing import Any, TextIO
 
 from elastic_aio.agent.agent import Agent
 from elastic_aio.agent.event_log import EventListener
-from elastic_aio.cli.torchrun import (
-    HEALTH_VARIABLE,
-    as_option_error,
-    health_address_from,
-    timers_from,
-    uninterruptible_timeout_from,
-)
 from elastic_aio.compat.torch.errors import ProcessFailure
 from elastic_aio.compat.torch.events import event_listener
 from elastic_aio.compat.torch.metrics import metric_listener
@@ -59,6 +52,12 @@ from elastic_aio.spec.stop import SignalSpec, StopPlan
 from elastic_aio.spec.torchrun import TORCHRUN_DEFAULTS
 from elastic_aio.sync import LoopThread
 from elastic_aio.torch_logs import TorchLogLayout
+from elastic_aio.torch_variables import (
+    HEALTH_VARIABLE,
+    health_address_from,
+    timers_from,
+    uninterruptible_timeout_from,
+)
 
 __all__ = [
     "DEFAULT_ROLE",
@@ -585,7 +584,7 @@ async def _served(
             if server is not None:
                 await stack.enter_async_context(server)
         except SpecError as error:  # as by another agent of this host
-            log.warning("%s", as_option_error(error, {"--http": HEALTH_VARIABLE}))
+            log.warning("%s", SpecError(HEALTH_VARIABLE, error.value, error.problem))
         return await work
 
 

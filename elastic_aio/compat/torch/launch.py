@@ -21,7 +21,6 @@ from typing import Any, Final
 from msgspec import Struct
 
 from elastic_aio.agent.preflight import resolve_nproc
-from elastic_aio.cli.torchrun import outside_worker
 from elastic_aio.compat.torch.agent import LocalElasticAgent, WorkerSpec
 from elastic_aio.compat.torch.errors import ChildFailedError, record
 from elastic_aio.compat.torch.multiprocessing import SignalException
@@ -32,6 +31,7 @@ from elastic_aio.spec.checks import UsageError, variable_of
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rdzv_conf import parse_pairs
 from elastic_aio.spec.rendezvous import STATIC_PORT
+from elastic_aio.torch_variables import outside_worker
 from elastic_aio.worker.scripts import run_script
 
 __all__ = [
