@@ -487,23 +487,14 @@ class AgentJob:
             "duplicate_stdout_filters": self._worker_spec.duplicate_stdout_filters or (),
             "duplicate_stderr_filters": self._worker_spec.duplicate_stderr_filters or (),
         }
-        if type(specs) is not DefaultLogsSpecs:
-            return TorchLogLayout(specs, self._log_variables(), **others)
-        return LogSpec(
-            log_dir=specs._root_log_dir,
-            redirects=_streams(specs._redirects),
-            tee=_streams(specs._tee),
-            local_ranks_filter=specs._local_ranks_filter or (),
-            **others,
-        )
-
-    def _log_variables(self) -> dict[str, str]:
-        """Return what a plug-in for logs learns of all workers."""
-        return {
+        if type(specs) is DefaultLogsSpecs:
+            return specs.log_spec(**others)
+        of_all_workers = {
             "ROLE_NAME": self._worker_spec.role,
             "TORCHELASTIC_RUN_ID": self._handler.get_run_id(),
             "TORCHELASTIC_MAX_RESTARTS": str(self._worker_spec.max_restarts),
         }
+        return TorchLogLayout(specs, of_all_workers, **others)
 
     # ------------------------------------------------------------------- the run
 
@@ -658,10 +649,6 @@ def _signal_spec(names: str | None) -> SignalSpec:
         except SpecError as error:
             log.warning("%s", error)
     return SignalSpec(stop=frozenset(numbers) - SignalSpec().forward)
-
-
-def _streams(value: Any) -> dict[int, int] | int:
-    return {rank: int(mask) for rank, mask in value.items()} if isinstance(value, dict) else value
 
 
 # --------------------------------------------- the console of notebooks and tests

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import IntFlag
-from typing import TextIO
+from typing import Any, TextIO
 
 from elastic_aio.logs.paths import run_prefix
-from elastic_aio.spec.logs import LogDestinations, LogLayout, LogLayoutContext
+from elastic_aio.spec.logs import LogDestinations, LogLayout, LogLayoutContext, LogSpec
 from elastic_aio.torch_logs import destinations_of
 
 __all__ = [
@@ -224,6 +224,16 @@ class DefaultLogsSpecs(LogsSpecs):
         dest.error_files[rank] = f"{directory}/error.json"
         logger.info("Setting worker%s reply file to: %s", rank, dest.error_files[rank])
 
+    def log_spec(self, **settings: Any) -> LogSpec:
+        """Return the same layout as a `LogSpec`, with further settings."""
+        return LogSpec(
+            log_dir=self._root_log_dir,
+            redirects=_streams(self._redirects),
+            tee=_streams(self._tee),
+            local_ranks_filter=self._local_ranks_filter or (),
+            **settings,
+        )
+
     def tidy(self) -> None:
         """Remove what is empty of a temporary base directory."""
         if self._is_temporary and self._root_log_dir is not None:
@@ -232,6 +242,10 @@ class DefaultLogsSpecs(LogsSpecs):
                     os.rmdir(directory)
                 except OSError:
                     continue  # not empty
+
+
+def _streams(value: Any) -> dict[int, int] | int:
+    return {rank: int(mask) for rank, mask in value.items()} if isinstance(value, dict) else value
 
 
 def _plan_nothing(dest: LogsDest, rank: int) -> None:
