@@ -92,7 +92,7 @@ PURE = {
     "torch_events",
     "_version",
     "http.openmetrics",
-    "http.responses",
+    "http.app",
     "status",
     "testing.trace",
     "testing.virtual_time",

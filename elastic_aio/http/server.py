@@ -33,7 +33,7 @@ from elastic_aio.aio import (
 from elastic_aio.discovery.network import is_loopback, resolve
 from elastic_aio.errors import SpecError
 from elastic_aio.events import Event, EventsMissed, JobFinished
-from elastic_aio.http.responses import (
+from elastic_aio.http.app import (
     HEAD_MAX,
     LOG_MAX,
     STREAM_ALIVE,

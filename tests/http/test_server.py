@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from elastic_aio import JobFailed, LaunchSpec, SpecError, StatusServer, launch
 from elastic_aio.events import Event, JobFinished, JobStarted, StopRequested, WorkerStarted
 from elastic_aio.http import server as server_module
-from elastic_aio.http.responses import LOG_MAX
+from elastic_aio.http.app import LOG_MAX
 from elastic_aio.http.server import CONNECTIONS_MAX
 from elastic_aio.logs.trimmer import free_range
 from elastic_aio.outcome import JobState

@@ -21,7 +21,7 @@ from elastic_aio.events import (
     WorkerStarted,
 )
 from elastic_aio.http.openmetrics import format_metrics
-from elastic_aio.http.responses import HEAD_MAX, parse_request, response
+from elastic_aio.http.app import HEAD_MAX, parse_request, response
 from elastic_aio.node_events import MembershipChanged, NodeStandby, RoundFormed, RoundForming
 from elastic_aio.outcome import ExitStatus, Failure, Goodput, JobState, ResourceUsage
 from elastic_aio.status import PHASES, StatusTracker, WorkerStatus
