@@ -92,7 +92,6 @@ PURE = {
     "torch_events",
     "_version",
     "http.openmetrics",
-    "http.app",
     "status",
     "testing.trace",
     "testing.virtual_time",
@@ -120,9 +119,11 @@ CONFINED = {
     "aiofiles": {"aio"},
     "anyio": {"aio"},
     "cloudpickle": {"process.calls"},
+    "hypercorn": {"http.connections"},
     "pynvml": {"hardware.host"},
     "redis": {"engines.redis.connection"},
     "rich": {"cli.top"},
+    "starlette": {"http.app", "http.connections"},
     # Each import is inside the function that has to return one of torch's objects.
     "torch": {
         "compat.torch.rendezvous.bridge",

@@ -174,8 +174,8 @@ async def _serve(
     """Serve `--http`; print the port if it was chosen here."""
     from elastic_aio.http.server import StatusServer  # most jobs have none
 
-    server = StatusServer(address)
     try:
+        server = StatusServer(address)
         await stack.enter_async_context(server)
     except SpecError as error:
         if "--http" not in variables:

@@ -144,8 +144,8 @@ class _RequestHead(Struct):
     version: int
 
 
-def encode(message: ControlRequest | Reply) -> bytes:
-    """Return a request or a reply as a line."""
+def encode(message: ControlRequest | Reply | JobStatus) -> bytes:
+    """Return a request, a reply or a status as a line."""
     try:
         return _encoder.encode(message) + b"\n"
     except UnicodeEncodeError:  # a path or an argument that is not UTF-8

@@ -43,12 +43,17 @@ PATIENCE: Final = 5.0
 """Seconds for a client to send its request."""
 
 
-class ControlledJob(Protocol):
-    """What the session needs of an `Agent`."""
+class ViewedJob(Protocol):
+    """What a view needs of an `Agent`."""
 
     def status(self, *, usage: bool = True) -> JobStatus: ...
     def events(self, after: int = -1) -> EventReader[Event]: ...
     def make_log_files(self) -> None: ...
+
+
+class ControlledJob(ViewedJob, Protocol):
+    """What a request on the control socket needs of an `Agent`."""
+
     def pids(self) -> dict[int, int]: ...
     def kill(
         self,

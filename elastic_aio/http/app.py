@@ -1,102 +1,99 @@
-"""HTTP/1.1 responses: the head of a request in, the bytes of the answer out.
+"""The state of a job as an ASGI app: read-only pages for probes, Prometheus and people.
 
-Pure.  The server reads no body and closes the connection after each answer, so that a
-request is nothing but its head.
+The app is served by `StatusServer`, or is mounted in another one.  What it answers comes from
+memory, but for the page and the logs: files are read off the loop, a few at a time, because a
+disk may not answer.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
+import threading
+import time
+from collections.abc import AsyncIterator
 from typing import Final
 
-import msgspec
-from msgspec import Struct
-from msgspec.structs import replace
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from elastic_aio.aio import EventReader, read_file, run_in_thread
+from elastic_aio.control.protocol import encode
+from elastic_aio.control.session import ViewedJob
 from elastic_aio.event_json import event_to_json
 from elastic_aio.events import Event
 from elastic_aio.http.openmetrics import CONTENT_TYPE, format_metrics
+from elastic_aio.logs.log_file import read_end
 from elastic_aio.ranks import format_ranks
-from elastic_aio.status import JobStatus, StatusTracker, WorkerStatus
-from elastic_aio.text import jsonable
-
-HEAD_MAX: Final = 8192
-"""Bytes of the head of a request."""
+from elastic_aio.status import JobStatus
 
 LOG_MAX: Final = 64 * 1024
 """Bytes of the end of a log file that a page shows."""
 
-STREAM_HEAD: Final = (
-    b"HTTP/1.1 200 OK\r\n"
-    b"Content-Type: text/event-stream\r\n"
-    b"Cache-Control: no-store\r\n"
-    b"X-Content-Type-Options: nosniff\r\n"
-    b"Connection: close\r\n\r\n"
-    b"retry: 2000\n\n"
-)
-"""What precedes the events of a stream; a client that loses it comes back after 2 s."""
+READERS_MAX: Final = 4
+"""Log files that are read at a time."""
 
-STREAM_ALIVE: Final = b":\n\n"
-"""A comment: nothing has happened, and the connection exists."""
-
-_TEXT: Final = "text/plain; charset=utf-8"
-_HTML: Final = "text/html; charset=utf-8"
-_REASONS: Final = {
-    200: "OK",
-    204: "No Content",
-    400: "Bad Request",
-    403: "Forbidden",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    431: "Request Header Fields Too Large",
-    503: "Service Unavailable",
+_HEADERS: Final = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+_POLICY: Final = {
+    "Content-Security-Policy": "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline';"
+    " style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 }
 _PATHS: Final = "/  /healthz  /readyz  /metrics  /status  /events  /logs/RANK/stdout|stderr"
-_POLICY: Final = (
-    "Content-Security-Policy: default-src 'none'; connect-src 'self'; script-src 'unsafe-inline';"
-    " style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'\r\n"
-)
 
 
-class HttpRequest(Struct, frozen=True):
-    """A request that can be answered.
+def status_app(job: ViewedJob, *, keep_alive: float = 15.0) -> Starlette:
+    """Return the pages of a job as an ASGI app, for an app of Starlette or FastAPI.
 
-    Attributes:
-        is_head: whether only the head of the answer is asked for.
-        path: without the query.
-        last_event: the header `Last-Event-ID`; -1 without one.
-    """
+    ::
 
-    is_head: bool
-    path: str
-    last_event: int = -1
+        app = FastAPI()
+        app.mount("/job", status_app(agent))
 
-
-def parse_request(head: bytes | None, *, is_loopback: bool = False) -> HttpRequest | bytes:
-    """Return a request, or the whole answer to one that is refused.
+    They are those of `StatusServer`.  They are read-only and need no password: what the app is
+    mounted in decides who can read them.
 
     Args:
-        head: the request up to its empty line; None if it is longer than `HEAD_MAX`.
-        is_loopback: whether the server listens for this host only.  Then another name in
-            `Host` is that of a web site, which a browser here was led to (DNS rebinding).
+        job: an `Agent`; it may be started later.
+        keep_alive: seconds without an event after which a stream of events has a comment.
     """
-    if head is None:
-        return answer(431, f"the head of a request has at most {HEAD_MAX} bytes\n")
-    first, *lines = head.decode("latin-1").split("\r\n")
-    line = first.split(" ")
-    if len(line) != 3 or not line[2].startswith("HTTP/1."):
-        return answer(400, "not a request of HTTP/1.1\n")
-    method, target, _ = line
-    if method not in ("GET", "HEAD"):
-        return answer(405, "all pages are read-only\n", extra="Allow: GET, HEAD\r\n")
-    fields = {
-        name.strip().lower(): value.strip()
-        for name, _, value in (one.partition(":") for one in lines)
-    }
-    if is_loopback and not _is_local(fields.get("host", "")):
-        return answer(403, "this server is for its own host: use localhost or an address\n")
-    last = fields.get("last-event-id", "")
-    number = int(last) if last.isascii() and last.isdigit() and len(last) < 19 else -1
-    return HttpRequest(method == "HEAD", target.partition("?")[0], number)
+    pages = _Pages(job, keep_alive)
+    app = Starlette(
+        routes=[
+            Route("/", pages.page),
+            Route("/healthz", pages.health),
+            Route("/readyz", pages.readiness),
+            Route("/metrics", pages.metrics),
+            Route("/status", pages.status),
+            Route("/events", pages.events),
+            Route("/logs/{rank}/{stream}", pages.log),
+        ],
+        exception_handlers={404: _no_page, 405: _no_method},
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+class LocalHostOnly:
+    """Refuses requests for other hosts than this one, for a server on a loopback address.
+
+    Another name in `Host` is that of a web site, which a browser here was led to (DNS rebinding).
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        """Protect an app."""
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request, or refuse it."""
+        fields = dict(scope.get("headers", ()))
+        if scope["type"] == "http" and not _is_local(fields.get(b"host", b"").decode("latin-1")):
+            refusal = _answer("this server is for its own host: use localhost or an address\n", 403)
+            await refusal(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
 
 def _is_local(host: str) -> bool:
@@ -106,96 +103,119 @@ def _is_local(host: str) -> bool:
     return not name or is_address or name.lower().rstrip(".").split(".")[-1] == "localhost"
 
 
-def response(
-    request: HttpRequest,
-    status: StatusTracker,
-    now: float,
-    page: bytes = b"",
-    workers: tuple[WorkerStatus, ...] | None = None,
-) -> bytes:
-    """Return the whole answer to a request for what is in memory.
+class _Pages:
+    def __init__(self, job: ViewedJob, keep_alive: float) -> None:
+        self._job = job
+        self._keep_alive = keep_alive
+        self._page = b""
+        self._readers = threading.BoundedSemaphore(READERS_MAX)
 
-    Args:
-        request: the request.
-        status: what the pages show.
-        now: Unix seconds.
-        page: the page for people, at `/`.
-        workers: those of `status` with what they have used and reported; None: as in `status`.
-    """
-    present = status.status(now)
-    if workers is not None:
-        present = replace(present, workers=workers)
-    code, body, kind = _page(request.path, status, now, page, present)
-    extra = _POLICY if kind == _HTML else ""
-    return answer(code, body, kind, has_body=not request.is_head, extra=extra)
+    def _status(self, *, usage: bool = False) -> JobStatus:
+        try:
+            return self._job.status(usage=usage)
+        except RuntimeError:  # it has not begun
+            return JobStatus()
+
+    async def page(self, _: Request) -> Response:
+        if not self._page:
+            self._page = await read_file(os.path.join(os.path.dirname(__file__), "page.html"))
+        return _answer(self._page, 200, "text/html", **_POLICY)
+
+    async def health(self, _: Request) -> Response:
+        phase = self._status().phase
+        return _answer(f"{phase}\n", 503 if phase in ("failed", "stopped") else 200)
+
+    async def readiness(self, _: Request) -> Response:
+        status = self._status()
+        return _answer(f"{status.phase}\n", 200 if status.is_ready else 503)
+
+    async def metrics(self, _: Request) -> Response:
+        return _answer(format_metrics(self._status(usage=True), time.time()), 200, CONTENT_TYPE)
+
+    async def status(self, _: Request) -> Response:
+        return _answer(encode(self._status(usage=True)), 200, "application/json")
+
+    async def events(self, request: Request) -> Response:
+        last = request.headers.get("last-event-id", "")
+        after = int(last) if last.isascii() and last.isdigit() and len(last) < 19 else -1
+        status = self._status()
+        if status.has_ended and after >= status.seq:
+            return _answer(b"", 204)  # a browser does not come back
+        headers = _HEADERS | {"Content-Type": "text/event-stream"}
+        if request.method == "HEAD":
+            return Response(headers=headers)
+        try:
+            events = self._job.events(after)
+        except RuntimeError as error:
+            return _answer(f"{error}\n", 503)
+        return StreamingResponse(_messages(events, self._keep_alive), headers=headers)
+
+    async def log(self, request: Request) -> Response:
+        rank, stream = request.path_params["rank"], request.path_params["stream"]
+        if not rank.isdecimal() or stream not in ("stdout", "stderr"):
+            return _answer(f"the pages are {_PATHS}\n", 404)
+        workers = {worker.rank: worker for worker in self._status().workers}
+        worker = workers.get(int(rank[:9]))
+        if worker is None:
+            known = format_ranks(workers) or "none"
+            return _answer(f"no worker of this node has rank {rank[:9]}; it has: {known}\n", 404)
+        # The path comes from the job, and never from the request.
+        path = worker.stdout_path if stream == "stdout" else worker.stderr_path
+        if path is None:
+            problem = f"{stream} of rank {worker.rank} is in no file (see --tee, --redirects)\n"
+            return _answer(problem, 404)
+        self._job.make_log_files()
+        return await self._end_of(path)
+
+    async def _end_of(self, path: str) -> Response:
+        if not self._readers.acquire(blocking=False):
+            return _answer("too many log files are being read\n", 503)
+        try:
+            end = await run_in_thread(_read_end, path, self._readers, daemon=True)
+        except FileNotFoundError:
+            return _answer("nothing was written, or the log was removed\n", 404)
+        except OSError as error:
+            return _answer(f"the log cannot be read: {error.strerror}\n", 404)
+        return _answer(end)
 
 
-def _page(
-    path: str, status: StatusTracker, now: float, page: bytes, present: JobStatus
-) -> tuple[int, str | bytes, str]:
-    match path:
-        case "/healthz":
-            return 200 if status.is_alive else 503, f"{status.phase}\n", _TEXT
-        case "/readyz":
-            return 200 if status.is_ready else 503, f"{status.phase}\n", _TEXT
-        case "/metrics":
-            return 200, format_metrics(status, now, present.workers), CONTENT_TYPE
-        case "/status":
-            return 200, _json(present), "application/json"
-        case "/":
-            return 200, page, _HTML
-    return 404, _not_found(path, status), _TEXT
-
-
-def _not_found(path: str, status: StatusTracker) -> str:
-    match path.split("/"):
-        case ["", "logs", rank, ("stdout" | "stderr") as stream] if rank.isdecimal():
-            if int(rank[:9]) in status.workers:
-                return f"{stream} of rank {int(rank[:9])} is in no file (see --tee, --redirects)\n"
-            known = format_ranks(status.workers) or "none"
-            return f"no worker of this node has rank {rank[:9]}; it has: {known}\n"
-    return f"the pages are {_PATHS}\n"
-
-
-def log_path(path: str, status: StatusTracker) -> str | None:
-    """Return the log file that `/logs/RANK/STREAM` stands for; None for another path.
-
-    The path comes from the job, and never from the request.
-    """
-    match path.split("/"):
-        case ["", "logs", rank, ("stdout" | "stderr") as stream] if rank.isdecimal():
-            worker = status.workers.get(int(rank[:9]))
-            if worker is not None:
-                return worker.stdout_path if stream == "stdout" else worker.stderr_path
-    return None
-
-
-def server_sent(event: Event) -> bytes:
-    """Return an event as a message of a stream; its `id` is the cursor."""
-    return b"id: %d\ndata: %b\n\n" % (event.seq, event_to_json(event))
-
-
-def _json(page: JobStatus) -> bytes:
+def _read_end(path: str, readers: threading.BoundedSemaphore) -> bytes:
+    """Return the end of a file, from the beginning of a line; called in a thread."""
     try:
-        return msgspec.json.encode(page) + b"\n"
-    except UnicodeEncodeError:  # a path or an argument that is not UTF-8
-        return msgspec.json.encode(jsonable(msgspec.to_builtins(page))) + b"\n"
+        return read_end(path, LOG_MAX)
+    finally:
+        readers.release()
 
 
-def answer(
-    code: int, body: str | bytes, kind: str = _TEXT, *, has_body: bool = True, extra: str = ""
-) -> bytes:
-    """Return a whole answer; `extra` are further lines of its head."""
+async def _messages(events: EventReader[Event], keep_alive: float) -> AsyncIterator[bytes]:
+    """Yield the messages of a stream of events, whose ids are cursors.
+
+    A stream is a position among the kept events and no queue, so that a client that reads slowly
+    costs no memory.
+    """
+    yield b"retry: 2000\n\n"  # a client that loses the stream comes back after 2 s
+    while True:
+        try:
+            async with asyncio.timeout(keep_alive):
+                event = await anext(events)
+        except TimeoutError:
+            yield b":\n\n"
+        except StopAsyncIteration:
+            return
+        else:
+            yield b"id: %d\ndata: %b\n\n" % (event.seq, event_to_json(event))
+
+
+async def _no_page(_: Request, __: Exception) -> Response:
+    return _answer(f"the pages are {_PATHS}\n", 404)
+
+
+async def _no_method(_: Request, __: Exception) -> Response:
+    return _answer("all pages are read-only\n", 405, Allow="GET, HEAD")
+
+
+def _answer(
+    body: str | bytes, code: int = 200, kind: str = "text/plain", **fields: str
+) -> Response:
     content = body.encode("utf-8", "backslashreplace") if isinstance(body, str) else body
-    # RFC 9110, 8.6: none in an answer that never has a body.
-    length = "" if code == 204 else f"Content-Length: {len(content)}\r\n"
-    head = (
-        f"HTTP/1.1 {code} {_REASONS[code]}\r\n"
-        f"Content-Type: {kind}\r\n"
-        f"{length}"
-        "Cache-Control: no-store\r\n"
-        "X-Content-Type-Options: nosniff\r\n"
-        f"{extra}"
-        "Connection: close\r\n\r\n"
-    )
-    return head.encode() + (content if has_body else b"")
+    return Response(content, code, _HEADERS | fields, kind)

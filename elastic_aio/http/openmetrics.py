@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from elastic_aio._version import __version__
-from elastic_aio.outcome import Goodput
-from elastic_aio.status import PHASES, StatusTracker, WorkerStatus
+from elastic_aio.status import PHASES, WORKER_STATES, JobStatus, WorkerStatus
 
 CONTENT_TYPE: Final = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
@@ -22,17 +21,12 @@ _STEP: Final = re.compile(r"(\d{1,15})(?![\d.])", re.ASCII)
 _ESCAPES: Final = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
-def format_metrics(status: StatusTracker, now: float, workers: Sequence[WorkerStatus] = ()) -> str:
-    """Return all metrics of a job on this node.
-
-    Args:
-        status: the job.
-        now: Unix seconds.
-        workers: those of this node.
-    """
+def format_metrics(status: JobStatus, now: float) -> str:
+    """Return all metrics of a job on this node; `now` in Unix seconds."""
+    states = [worker.state for worker in status.workers]
     lines = [
         *_family("build", "info", "Version of the launcher.", [({"version": __version__}, 1)]),
-        *_family("job", "info", "The job and its node.", [(status.identity(), 1)]),
+        *_family("job", "info", "The job and its node.", [(_identity(status), 1)]),
         *_family(
             "phase",
             "stateset",
@@ -43,26 +37,45 @@ def format_metrics(status: StatusTracker, now: float, workers: Sequence[WorkerSt
             "workers",
             "gauge",
             "Workers of this node in the latest attempt, by state.",
-            [({"state": state}, count) for state, count in status.workers_by_state().items()],
+            [({"state": state}, states.count(state)) for state in WORKER_STATES],
         ),
-        *_family("attempt", "gauge", "Number of the latest attempt.", [({}, status.attempt)]),
-        *_family(
-            "round", "gauge", "Number of the rendezvous round, -1 before.", [({}, status.round)]
-        ),
-        *_family("restarts", "counter", "Restarts after failures.", [({}, status.restarts)]),
-        *_family(
+        *_value("attempt", "gauge", "Number of the latest attempt.", status.attempt),
+        *_value("round", "gauge", "Number of the rendezvous round, -1 before.", status.round),
+        *_value("restarts", "counter", "Restarts after failures.", status.restarts),
+        *_value(
             "membership_changes",
             "counter",
             "Restarts because nodes joined, left or were lost.",
-            [({}, status.membership_changes)],
+            status.membership_changes,
         ),
-        *_family(
-            "elapsed_seconds", "counter", "Time since the start.", [({}, status.elapsed(now))]
+        *_value("elapsed_seconds", "counter", "Time since the start.", status.elapsed),
+        *_value(
+            "goodput_seconds",
+            "counter",
+            "Time in which all workers of this node ran.",
+            status.goodput.productive,
         ),
-        *_goodput(status.goodput(now)),
-        *_workers(workers, now),
+        *_value(
+            "restarting_seconds",
+            "counter",
+            "Time from the end of attempts to the next starts.",
+            status.goodput.restarting,
+        ),
+        *_value(
+            "waiting_seconds",
+            "counter",
+            "Time until the first start, and of waits for nodes.",
+            status.goodput.waiting,
+        ),
+        *_workers(status.workers, now),
     ]
     return "\n".join([*lines, "# EOF", ""])
+
+
+def _identity(status: JobStatus) -> dict[str, str]:
+    if status.started_at is None:
+        return {}
+    return {name: getattr(status, name) for name in ("run_id", "node", "role", "entrypoint")}
 
 
 def _workers(workers: Sequence[WorkerStatus], now: float) -> list[str]:
@@ -117,17 +130,8 @@ def _rank(worker: WorkerStatus) -> dict[str, str]:
     return {"rank": str(worker.rank), "local_rank": str(worker.local_rank)}
 
 
-def _goodput(goodput: Goodput) -> list[str]:
-    meanings = {
-        "goodput": ("Time in which all workers of this node ran.", goodput.productive),
-        "restarting": ("Time from the end of attempts to the next starts.", goodput.restarting),
-        "waiting": ("Time until the first start, and of waits for nodes.", goodput.waiting),
-    }
-    return [
-        line
-        for name, (text, seconds) in meanings.items()
-        for line in _family(f"{name}_seconds", "counter", text, [({}, seconds)])
-    ]
+def _value(name: str, kind: str, text: str, value: float) -> list[str]:
+    return _family(name, kind, text, [({}, value)])
 
 
 def _family(

@@ -1,71 +1,29 @@
-"""The HTTP server of a job: one request for each connection, all within limits.
-
-It shares the event loop with the job, so every request costs little: a bounded head, one
-short answer from memory, and a time limit.  Of too many connections the oldest is closed:
-slow clients do not keep out one that sends its request at once.  A burst of connections does:
-of those that arrive together, only the last are served.
-
-A stream of events has a position in the kept events and no queue, so that a client which
-reads slowly costs no memory; one that reads nothing for `PATIENCE` seconds is closed.  Log files
-are read off the loop, a few at a time: a disk may not answer.
-"""
+"""The HTTP server of a job: what a program or `--http` adds to a job as a listener for events."""
 
 from __future__ import annotations
 
-import asyncio
-import os
-import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from importlib.util import find_spec
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
-from elastic_aio.aio import (
-    EventHistory,
-    EventReader,
-    cancel_and_wait,
-    create_task,
-    read_file,
-    run_in_thread,
-    running_loop,
-)
+from msgspec.structs import replace
+
+from elastic_aio.aio import EventHistory, EventReader, running_loop
 from elastic_aio.discovery.network import is_loopback, resolve
 from elastic_aio.errors import SpecError
 from elastic_aio.events import Event, EventsMissed, JobFinished
-from elastic_aio.http.app import (
-    HEAD_MAX,
-    LOG_MAX,
-    STREAM_ALIVE,
-    STREAM_HEAD,
-    HttpRequest,
-    answer,
-    log_path,
-    parse_request,
-    response,
-    server_sent,
-)
-from elastic_aio.logs.log_file import read_end
 from elastic_aio.sockets import bind_addresses
 from elastic_aio.spec.checks import format_host_port, parse_host_port
-from elastic_aio.status import StatusTracker
+from elastic_aio.status import JobStatus, StatusTracker
 from elastic_aio.text import error_reason
 
 if TYPE_CHECKING:
     from elastic_aio.agent.agent import Agent
-
-CONNECTIONS_MAX: Final = 32
-"""Connections at a time."""
-
-PATIENCE: Final = 5.0
-"""Seconds for a client to send its request and to take the answer, or a part of a stream."""
-
-KEEP_ALIVE: Final = 15.0
-"""Seconds without an event after which a stream has a comment."""
+    from elastic_aio.http.connections import AsgiConnections
 
 _EVENTS_KEPT: Final = 1_000
-_READERS_MAX: Final = 4
-"""Log files that are read at a time."""
 
 
 class StatusServer:
@@ -80,41 +38,43 @@ class StatusServer:
     (200 while all workers of this node run, else 503), `/metrics` (OpenMetrics), `/status`
     (JSON), `/events` (server-sent events) and `/logs/RANK/stdout` or `stderr` (the end of a log).
     They are read-only and need no password: every client that reaches the port can read them.
+
+    It needs the extra `http`.  `elastic_aio.http.status_app` has the same pages for another app.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, patience: float = 5.0, keep_alive: float = 15.0) -> None:
         """Prepare a server; the port is bound when the block is entered.
 
         Args:
             address: `HOST:PORT`; port 0 takes a free one.
+            patience: seconds for a client to send its request and to take the answer, or a part
+                of a stream of events.
+            keep_alive: seconds without an event after which a stream has a comment.
 
         Raises:
-            SpecError: `address` is something else.
+            SpecError: `address` is something else, or the extra `http` is not installed.
         """
         self._given = address
         self._host, self._port = parse_host_port("address", address, at_least=0)
-        self._status = StatusTracker()
-        self._servers: list[asyncio.Server] = []
-        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
-        self._events: EventHistory[Event] = EventHistory(_EVENTS_KEPT, _missed)
-        self._page = b""
-        self._source: Callable[[], Agent | None] = lambda: None
-        self._is_loopback = False
-        self._log_readers = threading.BoundedSemaphore(_READERS_MAX)
+        if find_spec("starlette") is None or find_spec("hypercorn") is None:
+            problem = "needs the extra http: pip install 'elastic_aio[http]'"
+            raise SpecError("address", address, problem)
+        self._patience = patience
+        self._keep_alive = keep_alive
+        self._job = ListenedJob()
+        self._connections: AsgiConnections | None = None
 
     def __repr__(self) -> str:
-        return f"<StatusServer at {self.address}, {len(self._connections)} connections>"
+        count = 0 if self._connections is None else len(self._connections)
+        return f"<StatusServer at {self.address}, {count} connections>"
 
     def use_agent(self, source: Callable[[], Agent | None]) -> None:
         """Take from the agent what no event says: what workers have used and reported."""
-        self._source = source
+        self._job.source = source
 
     def __call__(self, event: Event) -> None:
         """Take in an event of the job."""
-        self._status(event)
-        self._events.append(event)
-        if isinstance(event, JobFinished):
-            self._events.close()
+        self._job.add(event)
 
     @property
     def address(self) -> str:
@@ -129,25 +89,22 @@ class StatusServer:
 
         Cancellation: nothing listens.
         """
+        # Imported here: a program without the extra imports this module too.
+        from elastic_aio.http.app import LocalHostOnly, status_app
+        from elastic_aio.http.connections import AsgiConnections
+
         running_loop()
         try:
             addresses = await resolve(self._host, self._port)
-            sockets = bind_addresses(addresses, PATIENCE, is_listening=True)
+            sockets = bind_addresses(addresses, self._patience, is_listening=True)
         except OSError as error:
             reason = error_reason(error)
             raise SpecError("address", self._given, f"cannot listen: {reason}") from None
         self._port = sockets[0].getsockname()[1]
-        self._is_loopback = all(is_loopback(sock.getsockname()[0]) for sock in sockets)
-        try:
-            for sock in sockets:
-                server = await asyncio.start_server(
-                    self._accept, sock=sock, limit=HEAD_MAX, backlog=CONNECTIONS_MAX
-                )
-                self._servers.append(server)
-        except BaseException:  # a cancellation
-            for sock in sockets:
-                sock.close()
-            raise
+        app = status_app(self._job, keep_alive=self._keep_alive)
+        is_local = all(is_loopback(sock.getsockname()[0]) for sock in sockets)
+        self._connections = AsgiConnections(LocalHostOnly(app) if is_local else app, self._patience)
+        await self._connections.listen(sockets)
         return self
 
     async def __aexit__(
@@ -157,111 +114,41 @@ class StatusServer:
         trace: TracebackType | None,
     ) -> None:
         """Close the port and all connections; this takes no time."""
-        for server in self._servers:
-            server.close()
-        if self._connections:
-            await cancel_and_wait(list(self._connections))
-
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._connections) >= CONNECTIONS_MAX:
-            oldest = next(iter(self._connections))
-            oldest.cancel()
-            self._forget(oldest)
-        task = create_task(self._serve(reader, writer), name="answer an HTTP request")
-        self._connections[task] = writer
-        task.add_done_callback(self._forget)
-
-    def _forget(self, task: asyncio.Task[None]) -> None:
-        # Here and not in the task: one that is cancelled before its first step runs nothing.
-        if writer := self._connections.pop(task, None):
-            writer.transport.abort()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # A client that breaks off or takes too long gets no answer.
-        with suppress(OSError, EOFError):
-            # Without a buffer, `drain` waits until the kernel has all of the answer.
-            writer.transport.set_write_buffer_limits(0)
-            async with asyncio.timeout(PATIENCE):
-                try:
-                    head = await reader.readuntil(b"\r\n\r\n")
-                except asyncio.LimitOverrunError:
-                    head = None
-                request = parse_request(head, is_loopback=self._is_loopback)
-                if isinstance(request, bytes):
-                    whole = request
-                elif request.path == "/events" and not request.is_head:
-                    whole = None
-                else:
-                    whole = await self._answer(request)
-                if whole is not None:
-                    await _send(writer, whole)
-            if whole is None and isinstance(request, HttpRequest):
-                await self._stream(request, reader, writer)
-            writer.write_eof()
-
-    async def _answer(self, request: HttpRequest) -> bytes:
-        agent = self._source()
-        if (path := log_path(request.path, self._status)) is not None:
-            if agent is not None:
-                agent.make_log_files()
-            return await self._read_log(path, request)
-        if request.path == "/" and not self._page:
-            self._page = await read_file(os.path.join(os.path.dirname(__file__), "page.html"))
-        workers = None if agent is None else agent.status().workers
-        return response(request, self._status, time.time(), self._page, workers)
-
-    async def _read_log(self, path: str, request: HttpRequest) -> bytes:
-        if not self._log_readers.acquire(blocking=False):
-            return answer(503, "too many log files are being read\n")
-        try:
-            end = await run_in_thread(_read_end, path, self._log_readers, daemon=True)
-        except FileNotFoundError:
-            return answer(404, "nothing was written, or the log was removed\n")
-        except OSError as error:
-            return answer(404, f"the log cannot be read: {error.strerror}\n")
-        return answer(200, end, has_body=not request.is_head)
-
-    async def _stream(
-        self, request: HttpRequest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        """Send events until the job ends or the client closes the connection."""
-        if self._events.is_closed and request.last_event + 1 >= self._events.count:
-            await _send(writer, answer(204, b""))  # a browser does not come back
-            return
-        await _send(writer, STREAM_HEAD)
-        events = self._events.read(request.last_event + 1)
-        sending = create_task(_send_events(events, writer), name="stream events")
-        closed = create_task(reader.read(1), name="wait for the client")
-        try:
-            await asyncio.wait([sending, closed], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            await cancel_and_wait([sending, closed])
+        if self._connections is not None:
+            await self._connections.aclose()
 
 
-async def _send(writer: asyncio.StreamWriter, data: bytes) -> None:
-    async with asyncio.timeout(PATIENCE):
-        writer.write(data)
-        await writer.drain()
+class ListenedJob:
+    """A job as its events show it, also before its agent starts and after the agent is gone."""
 
+    def __init__(self) -> None:
+        """Begin with no event."""
+        self.source: Callable[[], Agent | None] = lambda: None
+        self._tracker = StatusTracker()
+        self._events: EventHistory[Event] = EventHistory(_EVENTS_KEPT, _missed)
 
-async def _send_events(events: EventReader[Event], writer: asyncio.StreamWriter) -> None:
-    with suppress(OSError, StopAsyncIteration):  # a TimeoutError is an OSError
-        while True:
-            try:
-                async with asyncio.timeout(KEEP_ALIVE):
-                    event = await anext(events)
-            except TimeoutError:
-                await _send(writer, STREAM_ALIVE)
-            else:
-                await _send(writer, server_sent(event))
+    def add(self, event: Event) -> None:
+        """Take in the next event."""
+        self._tracker(event)
+        self._events.append(event)
+        if isinstance(event, JobFinished):
+            self._events.close()
 
+    def status(self, *, usage: bool = True) -> JobStatus:
+        """Return what the job is doing; with `usage` what its workers have used and reported."""
+        status = self._tracker.status(time.time())
+        if usage and (agent := self.source()) is not None:
+            status = replace(status, workers=agent.status().workers)
+        return status
 
-def _read_end(path: str, readers: threading.BoundedSemaphore) -> bytes:
-    """Return the end of a file, from the beginning of a line; called in a thread."""
-    try:
-        return read_end(path, LOG_MAX)
-    finally:
-        readers.release()
+    def events(self, after: int = -1) -> EventReader[Event]:
+        """Return an iterator over the events that follow the number `after`."""
+        return self._events.read(after + 1)
+
+    def make_log_files(self) -> None:
+        """Make the files of captured streams now (see `Agent.make_log_files`)."""
+        if (agent := self.source()) is not None:
+            agent.make_log_files()
 
 
 def _missed(count: int, following: int) -> Event:

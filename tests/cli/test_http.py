@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import socket
+import sys
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -14,7 +15,7 @@ import pytest
 from elastic_aio.cli.options import UsageError
 from elastic_aio.cli.torchrun import parse_run
 from tests.support.children import until_sync
-from tests.support.cli import run_cli, running_cli
+from tests.support.cli import run_cli, run_program, running_cli
 from tests.support.sockets import free_port
 
 VARIABLE = "TORCHELASTIC_HEALTH_CHECK_PORT"
@@ -90,6 +91,27 @@ def test_a_port_in_use_is_one_line(option: str, tmp_path: Path) -> None:
         ended = run_cli(*options, script, env={} if is_error else {VARIABLE: str(port)})
     line = f"{option}: cannot listen: address already in use (got '127.0.0.1:{port}')"
     assert [one.partition(": ")[2] for one in ended.errors if is_error or option in one] == [line]
+    assert ended.code == (2 if is_error else 0)
+    assert (tmp_path / "started").exists() != is_error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["--http", VARIABLE])
+def test_a_missing_extra_is_one_line(option: str, tmp_path: Path) -> None:
+    """Of the option it is an error, and nothing is started; of torch's variable a warning."""
+    script = tmp_path / "worker.py"
+    script.write_text(f"open({str(tmp_path / 'started')!r}, 'w')")
+    is_error = option == "--http"
+    argv = ["run", *(["--http=localhost:8080"] if is_error else []), str(script)]
+    program = (
+        f"import sys; sys.modules['hypercorn'] = None; sys.argv[1:] = {argv!r}\n"
+        "from elastic_aio.cli import entry; sys.exit(entry())"
+    )
+    env = {} if is_error else {VARIABLE: "8080"}
+    ended = run_program([sys.executable, "-c", program], env=env)
+    address = "localhost:8080" if is_error else "127.0.0.1:8080"
+    line = f"{option}: needs the extra http: pip install 'elastic_aio[http]' (got '{address}')"
+    assert [one.partition(": ")[2] for one in ended.errors if option in one] == [line]
     assert ended.code == (2 if is_error else 0)
     assert (tmp_path / "started").exists() != is_error
 

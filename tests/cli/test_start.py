@@ -83,6 +83,7 @@ def test_a_start_loads_no_module_of_another_job(spawned: list[Any]) -> None:
     modules = spawned[1]["modules"]
     assert not loaded(modules, FOR_OTHER_JOBS, "elastic_aio.")
     assert not loaded(modules, STANDARD)
+    assert not loaded(modules, "anyio h11 h2 hypercorn starlette wsproto")
 
 
 def test_a_start_compiles_few_methods(spawned: list[Any]) -> None:

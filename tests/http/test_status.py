@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import re
 
+import httpx
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
+from elastic_aio.aio import EventReader
 from elastic_aio.events import (
     AttemptFailed,
     Event,
@@ -20,11 +21,11 @@ from elastic_aio.events import (
     WorkerExited,
     WorkerStarted,
 )
+from elastic_aio.http.app import status_app
 from elastic_aio.http.openmetrics import format_metrics
-from elastic_aio.http.app import HEAD_MAX, parse_request, response
 from elastic_aio.node_events import MembershipChanged, NodeStandby, RoundFormed, RoundForming
 from elastic_aio.outcome import ExitStatus, Failure, Goodput, JobState, ResourceUsage
-from elastic_aio.status import PHASES, StatusTracker, WorkerStatus
+from elastic_aio.status import PHASES, JobStatus, StatusTracker, WorkerStatus
 
 FORMING = RoundForming(round=0, joined=1, minimum=2, maximum=3)
 FORMED = RoundFormed(
@@ -75,18 +76,32 @@ def status_after(*events: Event) -> StatusTracker:
     return status
 
 
-def whole_answer(head: bytes | None, status: StatusTracker, now: float) -> bytes:
-    """Return the answer of a server that has no page for people."""
-    request = parse_request(head)
-    return request if isinstance(request, bytes) else response(request, status, now)
+class Shown:
+    """A job whose status is always the same."""
+
+    def __init__(self, status: JobStatus) -> None:
+        self._status = status
+
+    def status(self, *, usage: bool = True) -> JobStatus:
+        return self._status
+
+    def events(self, after: int = -1) -> EventReader[Event]:
+        raise NotImplementedError
+
+    def make_log_files(self) -> None:
+        raise NotImplementedError
 
 
 def get(status: StatusTracker, path: str, now: float = 10.0) -> tuple[int, str]:
     """Return the code and the body of an answer."""
-    answer = whole_answer(f"GET {path} HTTP/1.1\r\nHost: here\r\n\r\n".encode(), status, now)
-    head, _, body = answer.decode().partition("\r\n\r\n")
-    assert f"Content-Length: {len(body.encode())}" in head
-    return int(head.split(" ")[1]), body
+    transport = httpx.ASGITransport(status_app(Shown(status.status(now))))
+
+    async def ask() -> tuple[int, str]:
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+            answer = await client.get(path)
+            return answer.status_code, answer.text
+
+    return asyncio.run(ask())
 
 
 RUNNING = (job_started(), worker_started(0, 2.0), worker_started(1, 3.0))
@@ -236,9 +251,19 @@ def test_a_path_that_is_not_text() -> None:
     assert 'entrypoint="\\udcff.py"' in get(status, "/metrics")[1]
 
 
+def metrics_of(status: JobStatus, now: float) -> dict[str, list[tuple[dict[str, str], float]]]:
+    """Return the samples by name, as Prometheus reads them: it is strict about types and units."""
+    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    text = format_metrics(status, now)
+    for family in text_string_to_metric_families(text):  # type: ignore[no-untyped-call]
+        assert family.documentation.endswith(".")
+        for sample in family.samples:
+            name = sample.name.removeprefix("elastic_aio_")
+            found.setdefault(name, []).append((sample.labels, sample.value))
+    return found
+
+
 def test_metrics_are_open_metrics() -> None:
-    """Each family once with its type, its samples below it, and the end at the end."""
-    status = status_after(*RUNNING, failed(5.0))
     usage = ResourceUsage(1.5, 0.25, 4096, 0, 0, 0, 0)
     workers = (
         WorkerStatus(
@@ -247,67 +272,43 @@ def test_metrics_are_open_metrics() -> None:
         WorkerStatus(3, 1, 2, usage=usage, heartbeat=8.0, step="epoch 2", step_since=8.0),
         WorkerStatus(4, 2, 3),
     )
-    text = format_metrics(status, 7.0, workers)
-    assert text.endswith("\n# EOF\n")
-    family, kinds = "", {}
-    for line in text.splitlines()[:-1]:
-        if match := re.fullmatch(r"# TYPE (\w+) (\w+)", line):
-            family = match[1]
-            assert family not in kinds
-            kinds[family] = match[2]
-        elif not line.startswith(f"# HELP {family} ") and not line.startswith("# UNIT "):
-            suffix = {"counter": "_total", "info": "_info"}.get(kinds[family], "")
-            value = r"-?\d+(\.\d+)?"
-            assert re.fullmatch(
-                rf'{family}{suffix}(\{{\w+="[^"\n]*"(,\w+="[^"\n]*")*\}})? {value}', line
-            )
-    for sample in (
-        'worker_cpu_seconds_total{rank="3",local_rank="1"} 1.750',
-        'worker_max_rss_bytes{rank="0",local_rank="0"} 4096',
-        'worker_resident_memory_bytes{rank="0",local_rank="0"} 2048',
-        'worker_heartbeat_age_seconds{rank="0",local_rank="0"} 0.500',
-        'worker_heartbeat_age_seconds{rank="3",local_rank="1"} 0.000',
-        'worker_progress_age_seconds{rank="0",local_rank="0"} 5.000',
-        'worker_step{rank="0",local_rank="0"} 17',
-    ):
-        assert f"\nelastic_aio_{sample}\n" in text
-    assert text.count("elastic_aio_worker_step{") == 1
-    assert 'rank="4"' not in text
-    assert 'elastic_aio_phase{elastic_aio_phase="stopping"} 1' in text
-    assert "elastic_aio_goodput_seconds_total 2.000" in text
+    status = status_after(*RUNNING, failed(5.0)).status(7.0)
+    found = metrics_of(msgspec.structs.replace(status, workers=workers), 7.0)
+    first, second = {"rank": "0", "local_rank": "0"}, {"rank": "3", "local_rank": "1"}
+    assert {name: found[name] for name in found if name.startswith("worker_")} == {
+        "worker_cpu_seconds_total": [(first, 1.75), (second, 1.75)],
+        "worker_resident_memory_bytes": [(first, 2048)],
+        "worker_max_rss_bytes": [(first, 4096), (second, 4096)],
+        "worker_heartbeat_age_seconds": [(first, 0.5), (second, 0.0)],
+        "worker_progress_age_seconds": [(first, 5.0), (second, 0.0)],
+        "worker_step": [(first, 17)],
+    }
+    phases = {labels["elastic_aio_phase"]: value for labels, value in found["phase"]}
+    assert phases == {phase: float(phase == "stopping") for phase in PHASES}
+    values = {name: samples[0][1] for name, samples in found.items() if samples[0][0] == {}}
+    assert values == {
+        "attempt": 0,
+        "round": 0,
+        "restarts_total": 0,
+        "membership_changes_total": 0,
+        "elapsed_seconds_total": 6.0,
+        "goodput_seconds_total": 2.0,
+        "restarting_seconds_total": 0.0,
+        "waiting_seconds_total": 2.0,
+    }
+    assert found["job_info"] == [
+        ({"run_id": "run", "node": "host", "role": "default", "entrypoint": "train.py"}, 1)
+    ]
+
+
+def test_metrics_of_a_job_that_has_not_begun() -> None:
+    found = metrics_of(StatusTracker().status(1.0), 1.0)
+    assert found["job_info"] == [({}, 1)]
+    assert {labels["state"]: value for labels, value in found["workers"]} == {
+        "running": 0, "succeeded": 0, "failed": 0, "stopped": 0
+    }  # fmt: skip
 
 
 def test_labels_are_escaped() -> None:
     status = status_after(job_started(role='a"b\\c\nd'))
-    assert 'role="a\\"b\\\\c\\nd"' in format_metrics(status, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("head", "code"),
-    [
-        (b"GET / HTTP/1.1", 200),
-        (b"GET /healthz?verbose=1 HTTP/1.0", 200),
-        (b"GET /no HTTP/1.1", 404),
-        (b"POST /status HTTP/1.1", 405),
-        (b"GET /status", 400),
-        (b"GET /status HTTP/2.0", 400),
-        (b"\x16\x03\x01\x02\x00 \xff", 400),
-        (b"", 400),
-    ],
-)
-def test_codes(head: bytes, code: int) -> None:
-    answer = whole_answer(head + b"\r\n\r\n", StatusTracker(), 0.0)
-    assert answer.startswith(f"HTTP/1.1 {code} ".encode())
-    assert b"Connection: close\r\n" in answer
-
-
-def test_head_has_no_body() -> None:
-    full = whole_answer(b"GET /status HTTP/1.1\r\n\r\n", StatusTracker(), 0.0)
-    assert whole_answer(b"HEAD /status HTTP/1.1\r\n\r\n", StatusTracker(), 0.0) == (
-        full.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
-    )
-
-
-@given(st.none() | st.binary(max_size=HEAD_MAX))
-def test_every_request_has_an_answer(head: bytes | None) -> None:
-    assert whole_answer(head, StatusTracker(), 0.0).startswith(b"HTTP/1.1 ")
+    assert metrics_of(status.status(1.0), 1.0)["job_info"][0][0]["role"] == 'a"b\\c\nd'

@@ -588,10 +588,12 @@ def _status_server() -> StatusServer | None:
     """Return the server that TORCHELASTIC_HEALTH_CHECK_PORT asks for."""
     try:
         address = health_address_from(os.environ)
-    except UsageError as error:
-        log.warning("%s", error)  # as in torch, the job goes on
-        return None
-    return None if address is None else StatusServer(address)
+        return None if address is None else StatusServer(address)
+    except UsageError as error:  # as in torch, the job goes on
+        log.warning("%s", error)
+    except SpecError as error:
+        log.warning("%s", SpecError(HEALTH_VARIABLE, error.value, error.problem))
+    return None
 
 
 def _is_loop_running() -> bool:

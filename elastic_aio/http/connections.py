@@ -1,0 +1,121 @@
+"""The connections of an ASGI app: Hypercorn serves each of them, within limits.
+
+They share the event loop with the job, so every request costs little: a bounded head, one short
+answer, and a time limit.  Of too many connections the oldest is closed: slow clients do not keep
+out one that sends its request at once.  A burst of connections does: of those that arrive
+together, only the last are served.
+
+Hypercorn limits neither the number of connections nor the time that a client takes to read, and
+its `serve` keeps its sockets to itself.  So the connections are accepted here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Sequence
+from typing import Any, Final
+
+from hypercorn.app_wrappers import ASGIWrapper
+from hypercorn.asyncio.tcp_server import TCPServer
+from hypercorn.asyncio.worker_context import WorkerContext
+from hypercorn.config import Config
+from starlette.types import ASGIApp, Message
+
+from elastic_aio.aio import cancel_and_wait, create_task
+
+CONNECTIONS_MAX: Final = 32
+"""Connections at a time."""
+
+HEAD_MAX: Final = 8192
+"""Bytes of the head of a request."""
+
+
+class AsgiConnections:
+    """Serves an ASGI app on sockets that listen: one request for each connection."""
+
+    def __init__(self, app: ASGIApp, patience: float) -> None:
+        """Prepare; nothing is accepted before `listen`.
+
+        Args:
+            app: what answers.
+            patience: seconds for a client to send its request and to take the answer; of a
+                stream, to take each part.
+        """
+        self._app = app
+        self._patience = patience
+        self._servers: list[asyncio.Server] = []
+        self._open: dict[asyncio.Task[None], asyncio.WriteTransport] = {}
+        self._config = config = Config()
+        config.errorlog = logging.getLogger(__name__)
+        config.h11_max_incomplete_size = HEAD_MAX
+        config.h2_max_concurrent_streams = 1
+        config.include_server_header = False
+        config.keep_alive_max_requests = 0
+        config.keep_alive_timeout = patience
+        self._context = WorkerContext(None)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    async def listen(self, sockets: Sequence[socket.socket]) -> None:
+        """Accept connections; the sockets are closed with this object.
+
+        Cancellation: the sockets are closed.
+        """
+        try:
+            for sock in sockets:
+                self._servers.append(
+                    await asyncio.start_server(self._accept, sock=sock, backlog=CONNECTIONS_MAX)
+                )
+        except BaseException:  # a cancellation
+            for sock in sockets:
+                sock.close()
+            raise
+
+    async def aclose(self) -> None:
+        """Close the sockets and all connections; this takes no time."""
+        for server in self._servers:
+            server.close()
+        for transport in self._open.values():
+            transport.abort()
+        await cancel_and_wait(list(self._open))
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._open) >= CONNECTIONS_MAX:
+            self._end(next(iter(self._open)))
+        task = create_task(self._serve(reader, writer), name="answer an HTTP request")
+        self._open[task] = writer.transport
+        task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        # Aborted first: Hypercorn waits until a transport that it closes has sent all.
+        if transport := self._open.pop(task, None):
+            transport.abort()
+            task.cancel()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        # Without a buffer, `drain` waits until the kernel has all of the answer.
+        writer.transport.set_write_buffer_limits(0)
+        whole = loop.call_later(self._patience, self._end, task)
+
+        # `Any`: Hypercorn and Starlette have types of their own for one protocol.
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            async def send_in_time(message: Message) -> None:
+                if message.get("more_body"):
+                    whole.cancel()  # a stream takes its time, but for each part
+                part = loop.call_later(self._patience, self._end, task)
+                try:
+                    await send(message)
+                finally:
+                    part.cancel()
+
+            await self._app(scope, receive, send_in_time)
+
+        try:
+            await TCPServer(ASGIWrapper(app), loop, self._config, self._context, {}, reader, writer)
+        finally:
+            whole.cancel()
