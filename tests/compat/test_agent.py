@@ -254,6 +254,15 @@ def test_a_health_check_without_a_port(
     assert "TORCHELASTIC_HEALTH_CHECK_PORT: must be a port" in caplog.text
 
 
+def test_a_health_check_without_its_extra(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", "8080")
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    assert not agent(nproc=1).run().is_failed()
+    assert "TORCHELASTIC_HEALTH_CHECK_PORT: needs the extra http: pip install" in caplog.text
+
+
 def test_a_health_check_whose_port_is_in_use(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -58,6 +58,16 @@ async def connect(server: StatusServer) -> tuple[asyncio.StreamReader, asyncio.S
     return await asyncio.open_connection(host, int(port), limit=2**25)
 
 
+def has_received(sock: socket.socket) -> bool:
+    """Whether a socket has bytes, or its connection was reset."""
+    try:
+        return bool(sock.recv(1, socket.MSG_PEEK))
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+
+
 @asynccontextmanager
 async def unread(server: StatusServer, request: bytes) -> AsyncIterator[socket.socket]:
     """Send a request, of whose answer only the kernel takes a part."""
@@ -68,7 +78,7 @@ async def unread(server: StatusServer, request: bytes) -> AsyncIterator[socket.s
         sock.setblocking(False)
         await loop.sock_connect(sock, (host, int(port)))
         await loop.sock_sendall(sock, request)
-        await until(lambda: "0 connections" not in repr(server))
+        await until(lambda: has_received(sock))
         yield sock
 
 
