@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from elastic_aio.cli.job_logs import _Printer, _streams, _streams_without_file
+from elastic_aio.cli.logs import _Printer, _streams, _streams_without_file
 from elastic_aio.logs.lines import LogLine
 from elastic_aio.status import JobStatus, WorkerStatus
 
