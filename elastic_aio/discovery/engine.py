@@ -17,10 +17,10 @@ from elastic_aio.aio import random_bytes
 from elastic_aio.discovery.choice import FENCE
 from elastic_aio.discovery.keys import run_prefix
 from elastic_aio.discovery.locator import DiscoveryError, LocatedStore
+from elastic_aio.engines.base import EngineStore
 from elastic_aio.errors import StoreError, StoreRefused
 from elastic_aio.spec.rendezvous import REDIS, RendezvousSpec
 from elastic_aio.spec.restart import Backoff
-from elastic_aio.store.engine import EngineStore
 
 INSTANCE: Final = "instance"
 """A key of the run: what it has been given tells an engine from one that has lost its data."""

@@ -50,9 +50,9 @@ from elastic_aio.rendezvous.base import (
     StartRound,
     StopRound,
 )
+from elastic_aio.rendezvous.coordinator_link import CoordinatorLink
 from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner
 from elastic_aio.rendezvous.election import Election
-from elastic_aio.rendezvous.failure_detector import FailureDetector
 from elastic_aio.rendezvous.member import Member, MemberEffect
 from elastic_aio.rendezvous.messages import PROBE_TIMEOUT, MemberStatus, ProbePeers
 from elastic_aio.rendezvous.session import FormerStay, StoreSession
@@ -290,7 +290,7 @@ class DynamicRendezvous(Rendezvous):
         self._hosts_worker_store, self._program = spec.host_store, _program_of(spec)
         self._budget = RestartBudget(spec.max_restarts, spec.restart, random.random)
         self._other_runs = OtherRuns(settings, run_id, agent.on_event)
-        self._detector = FailureDetector()
+        self._detector = CoordinatorLink()
         self._changed = Notifier()
         """Of the member's status, and of the session."""
         self._session: StoreSession | None = None

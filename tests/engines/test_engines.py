@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from elastic_aio.engines.base import EngineStore
 from elastic_aio.engines.etcd.store import EtcdStore
 from elastic_aio.engines.redis.store import RedisStore
 from elastic_aio.errors import StoreClosed, StoreLost, StoreRefused, StoreTimeout
 from elastic_aio.store import ChangeKind
-from elastic_aio.store.engine import EngineStore
 from tests.support.chaos import ChaosProxy
 from tests.support.sockets import free_port
 

@@ -17,9 +17,9 @@ from elastic_aio.engines.etcd.fence import EtcdFence
 from elastic_aio.engines.etcd.link import EtcdLink
 from elastic_aio.engines.etcd.store import EtcdStore
 from elastic_aio.engines.etcd.wire import LEASE_KEYS, TXN, Request, WatchRange, put, watch_body
+from elastic_aio.engines.link import EngineAccess
 from elastic_aio.errors import StoreLost, StoreRefused, StoreTimeout
 from elastic_aio.store import ChangeKind
-from elastic_aio.store.engine_link import EngineAccess
 from tests.support.certificates import Authority
 from tests.support.chaos import ChaosProxy
 from tests.support.children import DEADLINE_S

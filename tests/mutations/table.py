@@ -11,7 +11,7 @@ _RENDEZVOUS: Final = "tests/rendezvous/"
 _COORDINATOR: Final = _RENDEZVOUS + "test_coordinator.py::"
 _MEMBER: Final = _RENDEZVOUS + "test_member.py::"
 _ELECTION: Final = _RENDEZVOUS + "test_election.py::"
-_DETECTOR: Final = _RENDEZVOUS + "test_failure_detector.py::"
+_DETECTOR: Final = _RENDEZVOUS + "test_coordinator_link.py::"
 _SUCCESSORS: Final = _RENDEZVOUS + "test_successors.py::"
 _DISCOVERY: Final = "tests/discovery/"
 _JOBS: Final = _DISCOVERY + "test_jobs.py::"
@@ -562,7 +562,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "silence-is-a-loss",
-        "rendezvous/failure_detector.py",
+        "rendezvous/coordinator_link.py",
         "        except OSError:  # a TimeoutError is one\n            return False\n",
         "        except OSError:  # a TimeoutError is one\n            return True\n",
         "a leader that does not answer has not gone",
@@ -570,7 +570,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "deposed-detector-ends-leases",
-        "rendezvous/failure_detector.py",
+        "rendezvous/coordinator_link.py",
         "if await is_leader():",
         "if True:",
         "only the leader ends the leases of lost members",
@@ -578,7 +578,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "goodbye-is-a-loss",
-        "rendezvous/failure_detector.py",
+        "rendezvous/coordinator_link.py",
         "if change.kind in (replies.CHANGE_EXPIRED, replies.CHANGE_CLOSED):",
         "if change.kind != replies.CHANGE_SET:",
         "a member that goes to another leader is not lost",

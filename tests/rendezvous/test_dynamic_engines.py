@@ -19,7 +19,7 @@ from elastic_aio.node_events import (
     RendezvousStoreRecovered,
 )
 from elastic_aio.rendezvous import election
-from elastic_aio.rendezvous.failure_detector import FailureDetector
+from elastic_aio.rendezvous.coordinator_link import CoordinatorLink
 from elastic_aio.rendezvous.messages import DetectorPort
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import EngineSpec
@@ -162,10 +162,10 @@ async def test_a_leader_whose_port_does_not_answer_costs_nothing(
     a, b = FakeAgent("a", spec), FakeAgent("b", spec)
     with socket.create_server(("127.0.0.1", 0)) as silent:
 
-        async def serve(_: FailureDetector, address: str, lease: Lease) -> DetectorPort:
+        async def serve(_: CoordinatorLink, address: str, lease: Lease) -> DetectorPort:
             return DetectorPort(address, silent.getsockname()[1], "0" * 32, lease.lease_id.decode())
 
-        monkeypatch.setattr(FailureDetector, "serve", serve)
+        monkeypatch.setattr(CoordinatorLink, "serve", serve)
         async with present(a, b):
             await a.wait_formed(2)
             await b.wait_formed(2)
@@ -261,6 +261,6 @@ async def test_a_member_connects_to_the_leader_once_it_is_in_a_round(
         await asyncio.get_running_loop().create_future()
 
     monkeypatch.setattr(election, "_PLACED_WITHIN", 60.0)
-    monkeypatch.setattr(FailureDetector, "watch_leader", watch_leader)
+    monkeypatch.setattr(CoordinatorLink, "watch_leader", watch_leader)
     async with present(a, b):
         assert await asyncio.wait_for(watching, PATIENCE_S)

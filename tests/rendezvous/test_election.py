@@ -13,9 +13,9 @@ from elastic_aio.discovery.keys import RunRecord
 from elastic_aio.discovery.locator import LocatedStore
 from elastic_aio.errors import StoreRefused
 from elastic_aio.node_events import CoordinatorChanged
+from elastic_aio.rendezvous.coordinator_link import CoordinatorLink
 from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner
 from elastic_aio.rendezvous.election import Election
-from elastic_aio.rendezvous.failure_detector import FailureDetector
 from elastic_aio.rendezvous.member import Member, MemberEffect
 from elastic_aio.rendezvous.messages import LeaderRecord, encode
 from elastic_aio.rendezvous.state import RoundSettings
@@ -58,7 +58,7 @@ class Candidate:
         located = LocatedStore(cast("Any", store), b"one", "x:1", 0, is_host, "x", is_engine)
         runner = cast("CoordinatorRunner", self)
         self.election = Election(
-            located, "run", self.member, runner, FailureDetector(), self._perform, Notifier()
+            located, "run", self.member, runner, CoordinatorLink(), self._perform, Notifier()
         )
         self.leads = asyncio.Event()
         self._stack = AsyncExitStack()

@@ -11,11 +11,11 @@ from elastic_aio.aio import Notifier, cancel_and_wait, create_task, wait_forever
 from elastic_aio.discovery.keys import RunRecord
 from elastic_aio.discovery.locator import LocatedStore
 from elastic_aio.outcome import JobState
-from elastic_aio.rendezvous import failure_detector
+from elastic_aio.rendezvous import coordinator_link
 from elastic_aio.rendezvous.base import RoundStopped, StopRound
+from elastic_aio.rendezvous.coordinator_link import CoordinatorLink
 from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner
 from elastic_aio.rendezvous.election import Election
-from elastic_aio.rendezvous.failure_detector import FailureDetector
 from elastic_aio.rendezvous.member import Member
 from elastic_aio.rendezvous.messages import DetectorPort, LeaderRecord, RoundRecord, encode
 from elastic_aio.rendezvous.state import RoundSettings
@@ -91,7 +91,7 @@ async def test_a_leader_whose_record_is_replaced_leads_no_more() -> None:
     settings = RoundSettings(1, 2)
     located = LocatedStore(cast("Any", store), b"one", "x:1", 0, True, "x")
     member = Member("a", status("a", settings))
-    runner, detector = cast("CoordinatorRunner", Runner()), FailureDetector()
+    runner, detector = cast("CoordinatorRunner", Runner()), CoordinatorLink()
     election = Election(located, "run", member, runner, detector, lambda effects: None, Notifier())
     async with store.lease(5) as lease, store.watch("coordinator") as records:
         leading = create_task(election.run(store, RunRecord(0, "job"), lease, records))
@@ -106,8 +106,8 @@ async def test_a_leader_whose_record_is_replaced_leads_no_more() -> None:
 
 async def test_a_leader_that_says_nothing_has_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a refusal proves that no process has the port."""
-    monkeypatch.setattr(failure_detector, "_PORT_TIMEOUT", 0.05)
-    detector = FailureDetector()
+    monkeypatch.setattr(coordinator_link, "_PORT_TIMEOUT", 0.05)
+    detector = CoordinatorLink()
     asked = asyncio.Event()
 
     async def dial(address: object) -> Any:

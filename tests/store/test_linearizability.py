@@ -24,11 +24,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from elastic_aio.engines.base import EngineStore
 from elastic_aio.engines.etcd.store import EtcdStore
 from elastic_aio.engines.redis.store import RedisStore
 from elastic_aio.errors import StoreLost, StoreRefused
 from elastic_aio.store import Change, Lease, MemoryStore, Store, StoreServer, connect
-from elastic_aio.store.engine import EngineStore
 from tests.support import etcd, redis
 from tests.support.chaos import ChaosProxy
 from tests.support.linearizability import Call, History, is_linearizable

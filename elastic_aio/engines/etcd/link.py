@@ -38,14 +38,14 @@ from elastic_aio.engines.etcd.wire import (
     watch_body,
     watch_error,
 )
-from elastic_aio.errors import StoreError, StoreRefused
-from elastic_aio.store.engine_link import (
+from elastic_aio.engines.link import (
     EngineAccess,
     EngineLink,
     NotAnswered,
     NotDone,
     no_reply_reason,
 )
+from elastic_aio.errors import StoreError, StoreRefused
 
 _CONNECTIONS: Final = 8
 """Requests at once; further ones wait."""

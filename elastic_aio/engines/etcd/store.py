@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
 
 from elastic_aio.aio import create_task, random_bytes
+from elastic_aio.engines.base import RENEWALS, EngineStore
 from elastic_aio.engines.etcd.fence import EtcdFence
 from elastic_aio.engines.etcd.link import EtcdLink
 from elastic_aio.engines.etcd.operations import ChangeUnknown, EtcdKeys, Operation, Operations
@@ -33,11 +34,10 @@ from elastic_aio.engines.etcd.wire import (
     get,
     prefix_end,
 )
+from elastic_aio.engines.link import EngineAccess
 from elastic_aio.errors import StoreError, StoreLost, StoreRefused
 from elastic_aio.spec.rendezvous import ETCD_PORT
 from elastic_aio.store import replies, wire
-from elastic_aio.store.engine import RENEWALS, EngineStore
-from elastic_aio.store.engine_link import EngineAccess
 from elastic_aio.store.handles import FedWatch, HeldLease
 from elastic_aio.store.limits import OperationRefused
 from elastic_aio.store.replies import RawChange, WatchSnapshot

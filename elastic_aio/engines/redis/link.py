@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
+from elastic_aio.engines.link import EngineAccess, EngineLink, NotAnswered, NotDone
 from elastic_aio.engines.redis.connection import (
     NoPermissionError,
     RedisConnection,
@@ -19,7 +20,6 @@ from elastic_aio.engines.redis.connection import (
     reason_of_redis,
 )
 from elastic_aio.errors import StoreError
-from elastic_aio.store.engine_link import EngineAccess, EngineLink, NotAnswered, NotDone
 
 _REQUESTS: Final = 64
 """Requests at once; further ones wait."""

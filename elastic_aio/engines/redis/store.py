@@ -13,7 +13,9 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, Final
 
 from elastic_aio.aio import create_task, random_bytes
+from elastic_aio.engines.base import RENEWALS, EngineStore
 from elastic_aio.engines.etcd.wire import prefix_end
+from elastic_aio.engines.link import EngineAccess
 from elastic_aio.engines.redis.feed import Channel, RedisFeed, WatchPages, escape
 from elastic_aio.engines.redis.link import RedisLink
 from elastic_aio.engines.redis.requests import RedisRequests
@@ -21,8 +23,6 @@ from elastic_aio.engines.redis.script import PAGE
 from elastic_aio.errors import StoreError
 from elastic_aio.spec.rendezvous import REDIS_PORT, SENTINEL_PORT
 from elastic_aio.store import replies, wire
-from elastic_aio.store.engine import RENEWALS, EngineStore
-from elastic_aio.store.engine_link import EngineAccess
 from elastic_aio.store.handles import FedWatch, HeldLease
 from elastic_aio.store.replies import RawChange, WatchSnapshot
 

@@ -9,13 +9,13 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, ClassVar, Final, Self
 
 from elastic_aio.aio import cancel_and_wait, create_task, run_shielded, running_loop
+from elastic_aio.engines.link import EngineAccess, EngineLink
 from elastic_aio.errors import StoreClosed, StoreError
 from elastic_aio.spec.checks import check_number, checked_text
 from elastic_aio.spec.rendezvous import parse_endpoints
 from elastic_aio.spec.tls import TlsSpec
 from elastic_aio.store import replies, wire
 from elastic_aio.store.base import Store, check_timeout
-from elastic_aio.store.engine_link import EngineAccess, EngineLink
 from elastic_aio.store.handles import FedWatch, HeldLease
 
 RENEWALS: Final = 3

@@ -10,13 +10,13 @@ from typing import Any, cast
 import pytest
 
 from elastic_aio.aio import cancel_and_wait, create_task
+from elastic_aio.engines.base import EngineStore
 from elastic_aio.errors import StoreRefused
-from elastic_aio.rendezvous import failure_detector
-from elastic_aio.rendezvous.failure_detector import FailureDetector
+from elastic_aio.rendezvous import coordinator_link
+from elastic_aio.rendezvous.coordinator_link import CoordinatorLink
 from elastic_aio.rendezvous.messages import LEASE_LINGER, DetectorPort
 from elastic_aio.spec.checks import parse_host_port
 from elastic_aio.store import Lease, StoreServer
-from elastic_aio.store.engine import EngineStore
 from tests.support.chaos import ChaosProxy
 from tests.support.fake_agent import free_endpoint
 from tests.support.sockets import probed
@@ -41,7 +41,7 @@ class Leader:
     """A leader, whose lease is "leader", and the members that watch it."""
 
     def __init__(self) -> None:
-        self.detector = FailureDetector()
+        self.detector = CoordinatorLink()
         self.engine = FakeEngine()
         self.is_leader = True
         self._tasks: list[asyncio.Task[Any]] = []
@@ -59,7 +59,7 @@ class Leader:
     async def join(self, port: DetectorPort, name: str = "member") -> asyncio.Task[Any]:
         """Let a member watch the leader; return when the leader has its key."""
         engine = cast("EngineStore", self.engine)
-        watching = create_task(FailureDetector().watch_leader(port, engine, lease_of(name)))
+        watching = create_task(CoordinatorLink().watch_leader(port, engine, lease_of(name)))
         self._tasks.append(watching)
         while not self.has(name):
             await asyncio.sleep(0.01)
@@ -188,12 +188,12 @@ async def test_a_port_that_cannot_be_reached_costs_nothing(
     leader: Leader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It refuses connections, but this member has never been connected."""
-    monkeypatch.setattr(failure_detector, "_CONNECT_TIMEOUT", 0.1)
+    monkeypatch.setattr(coordinator_link, "_CONNECT_TIMEOUT", 0.1)
     await leader.open()
     host, number = parse_host_port("endpoint", free_endpoint())
     port = DetectorPort(host, number, "0" * 32, "leader")
     engine = cast("EngineStore", leader.engine)
-    watching = create_task(FailureDetector().watch_leader(port, engine, lease_of("member")))
+    watching = create_task(CoordinatorLink().watch_leader(port, engine, lease_of("member")))
     await asyncio.sleep(LINGER_S)
     await cancel_and_wait([watching])
     assert not leader.engine.ended
@@ -203,7 +203,7 @@ async def test_a_store_without_the_token_is_not_used() -> None:
     """Another job's leader may have got the port."""
     async with StoreServer(HOST, token="another token of a job") as server:
         port = DetectorPort(HOST, server.port, "0" * 32, "leader")
-        assert not await FailureDetector()._stay_connected(port, "member")
+        assert not await CoordinatorLink()._stay_connected(port, "member")
 
 
 async def test_the_port_outlives_a_term_and_follows_the_address(leader: Leader) -> None:
