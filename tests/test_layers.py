@@ -185,6 +185,17 @@ def layer_of(name: str) -> int:
     return next(number for number, layer in enumerate(LAYERS) if package_of(name) in layer)
 
 
+SATELLITES = ("compat", "engines", "testing")
+"""Packages that the core reaches by name only: `test_satellites` deletes them."""
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_core_imports_no_satellite(name: str) -> None:
+    """Neither inside functions nor for type checkers; and no satellite imports another one."""
+    found = {package_of(module) for module in filter(None, map(ours, imported_by(name)))}
+    assert not found.intersection(SATELLITES) - {package_of(name)}
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_every_module_has_a_layer(name: str) -> None:
     assert sum(package_of(name) in layer for layer in LAYERS) == 1

@@ -22,14 +22,14 @@ async def main(kind: str, endpoint: str, count: int) -> dict[str, float] | None:
     """Measure one kind of client."""
     match kind:
         case "redis":
-            from elastic_aio.engines.redis.store import RedisStore
+            from elastic_aio.engines.redis import RedisStore
 
             async with RedisStore(endpoint) as redis:
                 return await _measure(
                     count, lambda: redis.set("k", _VALUE), lambda: redis.peek("k")
                 )
         case "etcd":
-            from elastic_aio.engines.etcd.store import EtcdStore
+            from elastic_aio.engines.etcd import EtcdStore
 
             async with EtcdStore(endpoint) as etcd:
                 return await _measure(count, lambda: etcd.set("k", _VALUE), lambda: etcd.peek("k"))

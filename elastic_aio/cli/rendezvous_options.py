@@ -20,7 +20,6 @@ from elastic_aio.spec.rendezvous import (
     ENGINES,
     STATIC_PORT,
     RendezvousSpec,
-    engine_port,
 )
 
 if TYPE_CHECKING:
@@ -156,8 +155,8 @@ def _endpoint(values: Values, port: int | None, backend: str) -> str:
     checked_host("--master-addr", host)
     if values["rdzv_endpoint"]:
         return values["rdzv_endpoint"]
-    if backend in ENGINES:
-        return f"localhost:{engine_port(backend)}"
+    if (engine := ENGINES.get(backend)) is not None:
+        return f"localhost:{engine.port}"
     if backend != "static":
         return RendezvousSpec().endpoint
     return format_host_port(host, port or STATIC_PORT)

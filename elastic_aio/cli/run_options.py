@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Final
 
 from elastic_aio.cli.options import Option
-from elastic_aio.spec.rendezvous import DEFAULT_PORT, ETCD_PORT, REDIS_PORT, STATIC_PORT
+from elastic_aio.spec.rendezvous import DEFAULT_PORT, ENGINE_ENTRIES, STATIC_PORT
 from elastic_aio.spec.stop import DEFAULT_GRACE
+
+_AT_ENGINES: Final = ", ".join(f"with {e.names[0]!r} localhost:{e.port}" for e in ENGINE_ENTRIES)
 
 RENDEZVOUS_OPTIONS: Final = (
     Option("nnodes", "nodes of the job: N or MIN:MAX (default 1)", metavar="N"),
@@ -24,8 +26,8 @@ RENDEZVOUS_OPTIONS: Final = (
     Option(
         "rdzv-endpoint",
         f"endpoint of the rendezvous store (default localhost:{DEFAULT_PORT}; with 'static'"
-        f" MASTER_ADDR:MASTER_PORT; with 'etcd' localhost:{ETCD_PORT}, with 'redis'"
-        f" localhost:{REDIS_PORT}); several, separated by commas, are tried in order",
+        f" MASTER_ADDR:MASTER_PORT; {_AT_ENGINES}); several, separated by commas, are tried in"
+        " order",
         metavar="HOST:PORT",
     ),
     Option(

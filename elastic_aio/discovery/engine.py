@@ -7,20 +7,21 @@ their workers need no store while they run.  Only the first search has a limit.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import itertools
 import math
 import random
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from elastic_aio.aio import random_bytes
 from elastic_aio.discovery.choice import FENCE
 from elastic_aio.discovery.keys import run_prefix
 from elastic_aio.discovery.locator import DiscoveryError, LocatedStore
-from elastic_aio.engines.base import EngineStore
-from elastic_aio.errors import StoreError, StoreRefused
-from elastic_aio.spec.rendezvous import REDIS, RendezvousSpec
+from elastic_aio.errors import SpecError, StoreError, StoreRefused
+from elastic_aio.spec.rendezvous import ENGINES, RendezvousSpec
 from elastic_aio.spec.restart import Backoff
+from elastic_aio.store.engine import EngineStore
 
 INSTANCE: Final = "instance"
 """A key of the run: what it has been given tells an engine from one that has lost its data."""
@@ -35,32 +36,42 @@ _RETRY: Final = Backoff(initial=0.5, factor=2.0, cap=10.0)
 """Before another attempt at an engine that refuses this node."""
 
 
+def load_engine(backend: str) -> Callable[..., EngineStore]:
+    """Return the class of the stores on an engine, imported by its name.
+
+    A job without this engine loads neither it nor the package that it needs.
+
+    Raises:
+        SpecError: no engine has this name, or a package is missing.
+    """
+    if (entry := ENGINES.get(backend)) is None:
+        problem = f"must be that of an engine, one of {', '.join(ENGINES)}"
+        raise SpecError("rendezvous.backend", backend, problem)
+    module, _, name = entry.store.partition(":")
+    made: Callable[..., EngineStore] = getattr(importlib.import_module(module), name)
+    return made
+
+
 def open_engine(spec: RendezvousSpec, run_id: str, *, is_reader: bool = False) -> EngineStore:
     """Return the store of a run on the engine that `spec` names, not yet open.
 
     A reader does not prolong the retention of the run's keys.
 
     Raises:
-        SpecError: a setting cannot be used, or a package is missing.
+        SpecError: a setting cannot be used, or as for `load_engine`.
     """
-    settings: dict[str, Any] = {
-        "key_prefix": spec.engine.key_prefix,
-        "user": spec.engine.user,
-        "password": spec.engine.password,
-        "tls": spec.tls,
-        "lost_after": spec.heartbeat_timeout - FENCE,
-        "retention": None if is_reader else spec.engine.retention,
-        "retained": run_id,
-    }
-    endpoints = ",".join(spec.endpoints)
-    # Each is imported when it is chosen: Redis needs a package.
-    if spec.backend in REDIS:
-        from elastic_aio.engines.redis.store import RedisStore
-
-        return RedisStore(endpoints, sentinel=spec.engine.sentinel, **settings)
-    from elastic_aio.engines.etcd.store import EtcdStore
-
-    return EtcdStore(endpoints, **settings)
+    make = load_engine(spec.backend)
+    return make(
+        ",".join(spec.endpoints),
+        key_prefix=spec.engine.key_prefix,
+        user=spec.engine.user,
+        password=spec.engine.password,
+        tls=spec.tls,
+        lost_after=spec.heartbeat_timeout - FENCE,
+        retention=None if is_reader else spec.engine.retention,
+        retained=run_id,
+        **{name: getattr(spec.engine, name) for name in ENGINES[spec.backend].settings},
+    )
 
 
 class EngineLocator:

@@ -72,7 +72,6 @@ from elastic_aio.discovery.network import (
     resolve,
     wildcard_addresses,
 )
-from elastic_aio.engines.base import EngineStore
 from elastic_aio.errors import ElasticAioError
 from elastic_aio.sockets import Address
 from elastic_aio.spec.rendezvous import RendezvousSpec
@@ -80,6 +79,7 @@ from elastic_aio.spec.restart import Backoff
 from elastic_aio.spec.tls import TlsSpec
 from elastic_aio.store import Dropped, RemoteStore, StoreServer
 from elastic_aio.store.connection import PAUSE_RESOLUTION
+from elastic_aio.store.engine import EngineStore
 from elastic_aio.store.handles import wire_key
 
 _SILENT_AFTER: Final = 2.0

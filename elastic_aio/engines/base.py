@@ -1,4 +1,4 @@
-"""The common part of stores on a distributed engine, which serves them apart from any job."""
+"""What the clients of all engines share: settings, leases, retention, and the end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import abc
 import asyncio
 import contextlib
 from collections.abc import Coroutine, Sequence
-from typing import Any, ClassVar, Final, Self
+from typing import Any, Final, Self
 
 from elastic_aio.aio import cancel_and_wait, create_task, run_shielded, running_loop
 from elastic_aio.engines.link import EngineAccess, EngineLink
@@ -15,7 +15,8 @@ from elastic_aio.spec.checks import check_number, checked_text
 from elastic_aio.spec.rendezvous import parse_endpoints
 from elastic_aio.spec.tls import TlsSpec
 from elastic_aio.store import replies, wire
-from elastic_aio.store.base import Store, check_timeout
+from elastic_aio.store.base import check_timeout
+from elastic_aio.store.engine import EngineStore
 from elastic_aio.store.handles import FedWatch, HeldLease
 
 RENEWALS: Final = 3
@@ -24,12 +25,8 @@ RENEWALS: Final = 3
 _CLOSE_TIMEOUT: Final = 1.0
 
 
-class EngineStore(Store):
-    """A store on an engine of several servers, such as etcd or Redis.
-
-    While no server answers, requests are repeated, at one server after the other.  After
-    `lost_after` seconds without an answer the store is lost for good.
-    """
+class EngineClient(EngineStore):
+    """The part of a client that does not depend on the engine."""
 
     _port: int
     """That of an endpoint without one."""
@@ -104,14 +101,6 @@ class EngineStore(Store):
         return self
 
     async def open(self, timeout: float) -> None:
-        """Connect, within `timeout` seconds; may be called again after StoreTimeout.
-
-        Cancellation: the caller closes the store.
-
-        Raises:
-            StoreTimeout: no server answers; the message has the reason for each.
-            StoreRefused: a server refuses this client.
-        """
         if self._keeper is not None:
             raise StoreClosed("a store is opened once")
         await self._enter(asyncio.get_running_loop().time() + timeout)
@@ -122,68 +111,16 @@ class EngineStore(Store):
         """Make a first request, until `deadline` (of the loop), and renew the retention."""
 
     @property
-    def last_received_at(self) -> float:
-        """When a server last answered, in the loop's seconds; 0: never."""
-        return self._link.last_received_at
-
-    @property
-    def last_reply_at(self) -> float:
-        """The same: the end of a connection does not count."""
-        return self._link.last_received_at
-
-    is_per_run: ClassVar[bool] = False
-    """Whether each value of `retained` has a store of its own, without the keys of others."""
-
-    @abc.abstractmethod
-    async def list_runs(self, begin: str) -> list[str]:
-        """Return the names of the runs, in no particular order.
-
-        They are what follows `begin` in the keys, up to a slash; with `is_per_run` the values
-        of `retained` at the server.  The work grows with their number, and not with that of
-        their keys (with `is_per_run`: with the number of all keys of the server, in steps).
-
-        Raises:
-            StoreError: as for any operation.
-        """
-
-    @abc.abstractmethod
-    async def remove_run(self, begin: str, *, record_key: str, record: bytes, members: str) -> bool:
-        """Delete all keys that begin with `begin`, at once, if nothing uses them.
-
-        With `is_per_run` these are all keys of the store, which is lost then.
-
-        Returns:
-            Whether `record_key` had the value `record`, and no key began with `members`.
-
-        Raises:
-            StoreError: as for any operation.
-        """
-
-    @abc.abstractmethod
-    async def end_lease(self, lease_id: bytes) -> None:
-        """End a lease of any client as if it had expired; without effect on one that has ended.
-
-        Raises:
-            StoreError: as for any operation.
-        """
-
-    @property
-    def incarnation(self) -> bytes:
-        """Differs after each loss of data that keys alone do not show; empty if they do."""
-        return b""
-
-    def continue_from(self, former: EngineStore) -> None:  # most need nothing
-        """Take over what a former store of this client knows of the changes; before `open`."""
-
-    @property
     def endpoint(self) -> str:
-        """The server that is used now, as `HOST:PORT`."""
         return self._link.endpoint
 
     @property
     def local_address(self) -> str:
-        """The address of this host on the connection that was opened last."""
         return self._link.local_address
+
+    @property
+    def last_received_at(self) -> float:
+        return self._link.last_received_at
 
     # --------------------------------------------------------------------- requests
 

@@ -35,11 +35,11 @@ from typing import Any, Final, Never
 from elastic_aio.aio import Notifier, random_bytes, wait_forever
 from elastic_aio.discovery.choice import RECONNECT_FOR
 from elastic_aio.discovery.network import StoreNetwork, resolve, wildcard_addresses
-from elastic_aio.engines.base import EngineStore
 from elastic_aio.errors import HostError, StoreError
 from elastic_aio.rendezvous.messages import LEASE_LINGER, DetectorPort
 from elastic_aio.spec.checks import format_host_port
 from elastic_aio.store import Lease, StoreServer, connect, replies
+from elastic_aio.store.engine import EngineStore
 from elastic_aio.store.handles import user_key
 from elastic_aio.store.keyspace import Client
 

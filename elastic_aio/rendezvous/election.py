@@ -42,7 +42,6 @@ from typing import Any, Never, TypeVar
 from elastic_aio.aio import Notifier, cancel_and_wait, create_task, wait_forever
 from elastic_aio.discovery.keys import RunRecord, claim_move, record_move, run_prefix, undo_move
 from elastic_aio.discovery.locator import LocatedStore
-from elastic_aio.engines.base import EngineStore
 from elastic_aio.errors import StoreLost
 from elastic_aio.rendezvous.coordinator_link import CoordinatorLink
 from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner
@@ -54,6 +53,7 @@ from elastic_aio.rendezvous.messages import (
     encode,
 )
 from elastic_aio.store import Lease, Store, Watch
+from elastic_aio.store.engine import EngineStore
 
 T = TypeVar("T")
 

@@ -32,13 +32,13 @@ from elastic_aio.discovery.keys import (
     run_prefix,
     run_store,
 )
-from elastic_aio.engines.base import EngineStore
 from elastic_aio.errors import StoreError
 from elastic_aio.rendezvous.event_stream import COUNT
 from elastic_aio.rendezvous.job_store import check_reader, open_job_store
 from elastic_aio.rendezvous.messages import MessageError, decode_status
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.store import Store
+from elastic_aio.store.engine import EngineStore
 
 _AT_ONCE: Final = 16
 """Jobs that are read, or keys that are deleted, at once."""

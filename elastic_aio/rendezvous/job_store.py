@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from elastic_aio.engines.base import EngineStore
 from elastic_aio.errors import StoreLost, StoreRefused, StoreTimeout
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.store import Store, connect
+from elastic_aio.store.engine import EngineStore
 from elastic_aio.store.link import client_context
 
 _TURN: Final = 2.0

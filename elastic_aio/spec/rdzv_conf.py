@@ -15,7 +15,7 @@ from elastic_aio.spec.checks import (
     parse_switch,
     read_token,
 )
-from elastic_aio.spec.rendezvous import ENGINES, ETCD, EngineSpec
+from elastic_aio.spec.rendezvous import ENGINES, EngineEntry, EngineSpec
 from elastic_aio.spec.tls import TlsSpec
 from elastic_aio.text import did_you_mean
 
@@ -41,19 +41,9 @@ TLS: Final = ("tls_cert", "tls_key", "tls_ca", "tls_client_auth", "tls_server_na
 """Keys of `TlsSpec`."""
 
 ENGINE: Final = ("user", "key_prefix", "retention", "password_file")
-"""Keys of `EngineSpec`, and the file with the password; "sentinel" is for Redis only."""
+"""Keys of `EngineSpec` that all engines have, and the file with the password."""
 
 _RETENTION_MIN: Final = 60
-
-_TORCHS_TLS: Final = {
-    "ca_cert": "tls_ca",
-    "cacert": "tls_ca",
-    "cert": "tls_cert",
-    "key": "tls_key",
-    "ssl_cert": "tls_cert",
-    "ssl_cert_key": "tls_key",
-}
-"""The same keys as torchrun's two backends of etcd name them."""
 
 _OPTION_OF_PARAMETER: Final = {
     "backend": "--rdzv-backend",
@@ -151,12 +141,11 @@ def parse_conf(text: str, backend: str) -> Conf:
             warnings.append(f"--rdzv-conf: {key} has no effect: {_WITHOUT_EFFECT[key]}")
     tls: dict[str, Any] = {}
     engine: dict[str, Any] = {}
-    if backend in ENGINES:
-        is_etcd = backend in ETCD
-        own = {*_TORCHS_TLS, "protocol", "etcd_prefix"} if is_etcd else {"sentinel"}
-        known = {*_KNOWN, *ENGINE, *own}
+    if (entry := ENGINES.get(backend)) is not None:
+        known = {*_KNOWN, *ENGINE, *entry.settings, *entry.conf_keys}
         used = {key: value for key, value in pairs.items() if key in known}
-        tls, engine = _engine_tls(used) if is_etcd else _tls(used), _engine(used)
+        meant = {entry.conf_keys[key]: used[key] for key in entry.conf_keys if key in used} | used
+        tls, engine = _engine_tls(meant, entry), _engine(meant, entry)
         warnings += _unknown(pairs, known)
     elif backend in ("c10d", "tcp", "static"):
         tls = _tls(pairs)
@@ -180,28 +169,26 @@ def _unknown(pairs: Mapping[str, str], known: Collection[str]) -> list[str]:
     ]
 
 
-def _engine(pairs: Mapping[str, str]) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        key: pairs[key] for key in ("user", "key_prefix", "sentinel") if key in pairs
-    }
-    if "etcd_prefix" in pairs:
-        fields.setdefault("key_prefix", pairs["etcd_prefix"])
+def _engine(pairs: Mapping[str, str], entry: EngineEntry) -> dict[str, Any]:
+    names = ("user", "key_prefix", *entry.settings)
+    fields: dict[str, Any] = {name: pairs[name] for name in names if name in pairs}
     if "retention" in pairs:
         fields["retention"] = _seconds("retention", pairs["retention"], _RETENTION_MIN)
     return fields
 
 
-def _engine_tls(pairs: Mapping[str, str]) -> dict[str, Any]:
-    """Read the certificates by torch's names or ours; `protocol` may require them."""
-    tls = _tls(
-        {**{ours: pairs[name] for name, ours in _TORCHS_TLS.items() if name in pairs}, **pairs}
-    )
+def _engine_tls(pairs: Mapping[str, str], entry: EngineEntry) -> dict[str, Any]:
+    """Read the certificates; the key `protocol` of torchrun may require them."""
+    tls = _tls(pairs)
+    if "protocol" not in entry.conf_keys:
+        return tls
     protocol = pairs.get("protocol", "https" if tls else "http").strip().lower()
     if protocol not in ("http", "https"):
         raise invalid_value("--rdzv-conf: protocol", "must be 'http' or 'https'", protocol)
     if protocol == "https" and not tls:
+        name = entry.names[0]
         raise UsageError(
-            "--rdzv-conf: protocol=https needs tls_ca, which verifies etcd's certificate"
+            f"--rdzv-conf: protocol=https needs tls_ca, which verifies {name}'s certificate"
         )
     return tls if protocol == "https" else {}
 

@@ -37,23 +37,52 @@ _ALIKE: Final = frozenset(
 )
 """Settings that all nodes of a job must have alike: a node relies on those of the others."""
 
-ETCD_PORT: Final = 2379
-"""The same for etcd."""
 
-ETCD: Final = ("etcd", "etcd-v2")
-"""Names of the backend of etcd; torch has both."""
+class EngineEntry(Value, frozen=True, kw_only=True):
+    """An engine, which serves the store of jobs in place of a node."""
 
-REDIS_PORT: Final = 6379
-"""The same for Redis."""
+    names: tuple[str, ...]
+    """Its names as a backend; the documentation uses the first."""
+    port: int
+    """Port of an endpoint that names none."""
+    ports: Mapping[str, int] = {}
+    """The same while a setting of its own is in use, by the name of the setting."""
+    settings: tuple[str, ...] = ()
+    """Fields of `EngineSpec` that other engines do not have; arguments of its store."""
+    conf_keys: Mapping[str, str] = {}
+    """Further keys of `--rdzv-conf`, torchrun's, and the keys of this package that they mean."""
+    store: str
+    """Its `EngineStore`, as `module:Class`: loaded by a job that uses it, and by no other."""
 
-SENTINEL_PORT: Final = 26379
-"""The same for the sentinels of Redis."""
 
-REDIS: Final = ("redis", "valkey")
-"""Names of the backend of Redis and Valkey."""
+ENGINE_ENTRIES: Final = (
+    EngineEntry(
+        names=("etcd", "etcd-v2"),  # torch has both
+        port=2379,
+        conf_keys={
+            "ca_cert": "tls_ca",
+            "cacert": "tls_ca",
+            "cert": "tls_cert",
+            "etcd_prefix": "key_prefix",
+            "key": "tls_key",
+            "protocol": "protocol",
+            "ssl_cert": "tls_cert",
+            "ssl_cert_key": "tls_key",
+        },
+        store="elastic_aio.engines.etcd:EtcdStore",
+    ),
+    EngineEntry(
+        names=("redis", "valkey"),
+        port=6379,
+        ports={"sentinel": 26379},
+        settings=("sentinel",),
+        store="elastic_aio.engines.redis:RedisStore",
+    ),
+)
+"""All engines.  Nothing else in the core names one, but `EngineSpec` has their settings."""
 
-ENGINES: Final = (*ETCD, *REDIS)
-"""Backends whose store is served by an engine and not by a node."""
+ENGINES: Final = {name: entry for entry in ENGINE_ENTRIES for name in entry.names}
+"""The engine of each backend whose store is served by an engine and not by a node."""
 
 _HEARTBEAT_MIN: Final = 2.0
 """Seconds; the shortest lease that a store grants."""
@@ -265,8 +294,8 @@ class RendezvousSpec(Value, frozen=True, kw_only=True):
         if any(endpoint.endswith(":0") for endpoint in self.endpoints):
             problem = "needs a port other than 0, the same on all nodes"
             raise SpecError("rendezvous.endpoint", self.endpoint, problem)
-        if self.is_on_engine:
-            self._check_engine()
+        if (engine := ENGINES.get(self.backend)) is not None:
+            self._check_engine(engine)
             return
         is_static = self.backend == "static"
         if self.tls is not None:
@@ -287,16 +316,18 @@ class RendezvousSpec(Value, frozen=True, kw_only=True):
         """Whether the store is on an engine, and no node serves it."""
         return self.backend in ENGINES
 
-    def _check_engine(self) -> None:
+    def _check_engine(self, own: EngineEntry) -> None:
         if self.is_host is not None:
             problem = f"must be None: no node serves the store of the backend {self.backend!r}"
             raise SpecError("rendezvous.is_host", self.is_host, problem)
         if self.token is not None:
             problem = f"is not for the backend {self.backend!r}: use engine.user and password"
             raise SpecError("rendezvous.token", "...", problem)
-        if self.engine.sentinel is not None and self.backend not in REDIS:
-            problem = f"is not for the backend {self.backend!r}"
-            raise SpecError("rendezvous.engine.sentinel", self.engine.sentinel, problem)
+        others = {name for entry in ENGINE_ENTRIES for name in entry.settings}
+        for name in sorted(others.difference(own.settings)):
+            if (value := getattr(self.engine, name)) is not None:
+                problem = f"is not for the backend {self.backend!r}"
+                raise SpecError(f"rendezvous.engine.{name}", value, problem)
         if self.tls is not None:
             self.tls.check_client()
 
@@ -304,14 +335,11 @@ class RendezvousSpec(Value, frozen=True, kw_only=True):
     def _default_port(self) -> int:
         if self.backend == "static":
             return STATIC_PORT
-        if self.backend in REDIS:
-            return REDIS_PORT if self.engine.sentinel is None else SENTINEL_PORT
-        return engine_port(self.backend) if self.is_on_engine else DEFAULT_PORT
-
-
-def engine_port(backend: str) -> int:
-    """Return the default port of an engine."""
-    return REDIS_PORT if backend in REDIS else ETCD_PORT
+        entry = ENGINES.get(self.backend)
+        if entry is None:
+            return DEFAULT_PORT
+        used = (port for name, port in entry.ports.items() if getattr(self.engine, name))
+        return next(used, entry.port)
 
 
 def parse_endpoints(name: str, value: object, default_port: int = DEFAULT_PORT) -> tuple[str, ...]:

@@ -1179,3 +1179,9 @@ def wrap(total: int) -> int:
     if not -_TOP <= total < _TOP:
         total = (total + _TOP) % (2 * _TOP) - _TOP
     return total
+
+
+def prefix_end(prefix: bytes) -> bytes:
+    """Return the end of the range of all keys that begin with `prefix`."""
+    stem = prefix.rstrip(b"\xff")
+    return stem[:-1] + bytes((stem[-1] + 1,)) if stem else b"\0"

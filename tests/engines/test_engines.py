@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from elastic_aio.engines.base import EngineStore
-from elastic_aio.engines.etcd.store import EtcdStore
-from elastic_aio.engines.redis.store import RedisStore
+from elastic_aio.engines.base import EngineClient
+from elastic_aio.engines.etcd import EtcdStore
+from elastic_aio.engines.redis import RedisStore
 from elastic_aio.errors import StoreClosed, StoreLost, StoreRefused, StoreTimeout
 from elastic_aio.store import ChangeKind
 from tests.support.chaos import ChaosProxy
@@ -23,16 +23,16 @@ pytestmark = pytest.mark.engine
 class Engine(NamedTuple):
     """A server that the tests share, a proxy of it, and a key prefix of the test's own."""
 
-    kind: type[EngineStore]
+    kind: type[EngineClient]
     endpoint: str
     proxy: ChaosProxy
     prefix: str
 
-    def client(self, endpoint: str | None = None, **settings: Any) -> EngineStore:
+    def client(self, endpoint: str | None = None, **settings: Any) -> EngineClient:
         """Return a store that is not open yet, by default at the server."""
         return self.kind(endpoint or self.endpoint, key_prefix=self.prefix, **settings)
 
-    def far(self, **settings: Any) -> EngineStore:
+    def far(self, **settings: Any) -> EngineClient:
         """Return a store that is not open yet, at the proxy."""
         return self.client(self.proxy.endpoint, **settings)
 

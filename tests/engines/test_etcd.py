@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from elastic_aio.engines.etcd import EtcdStore
 from elastic_aio.engines.etcd.fence import EtcdFence
 from elastic_aio.engines.etcd.link import EtcdLink
-from elastic_aio.engines.etcd.store import EtcdStore
 from elastic_aio.engines.etcd.wire import LEASE_KEYS, TXN, Request, WatchRange, put, watch_body
 from elastic_aio.engines.link import EngineAccess
 from elastic_aio.errors import StoreLost, StoreRefused, StoreTimeout

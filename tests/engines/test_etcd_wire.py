@@ -23,11 +23,11 @@ from elastic_aio.engines.etcd.wire import (
     WatchRange,
     parse_error,
     parse_reply,
-    prefix_end,
     txn,
     watch_body,
 )
 from elastic_aio.store import wire
+from elastic_aio.store.keyspace import prefix_end
 
 GET = Request("kv/range", {}, RangeReply)
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from elastic_aio.engines.redis import RedisStore
 from elastic_aio.engines.redis.script import PAGE
-from elastic_aio.engines.redis.store import RedisStore
 from elastic_aio.errors import StoreLost, StoreRefused, StoreTimeout
 from tests.support.certificates import Authority
 from tests.support.chaos import ChaosProxy

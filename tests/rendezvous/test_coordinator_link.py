@@ -10,13 +10,13 @@ from typing import Any, cast
 import pytest
 
 from elastic_aio.aio import cancel_and_wait, create_task
-from elastic_aio.engines.base import EngineStore
 from elastic_aio.errors import StoreRefused
 from elastic_aio.rendezvous import coordinator_link
 from elastic_aio.rendezvous.coordinator_link import CoordinatorLink
 from elastic_aio.rendezvous.messages import LEASE_LINGER, DetectorPort
 from elastic_aio.spec.checks import parse_host_port
 from elastic_aio.store import Lease, StoreServer
+from elastic_aio.store.engine import EngineStore
 from tests.support.chaos import ChaosProxy
 from tests.support.fake_agent import free_endpoint
 from tests.support.sockets import probed

@@ -11,13 +11,13 @@ import pytest
 
 from elastic_aio.discovery.jobs import enter_run
 from elastic_aio.discovery.keys import read_run, restore_end, run_prefix, run_store
-from elastic_aio.engines.base import EngineStore
 from elastic_aio.events import WorkerStarted
 from elastic_aio.outcome import JobOutcome, JobState
 from elastic_aio.rendezvous.event_stream import EventStreamWriter
 from elastic_aio.rendezvous.job_list import JobList, ListedJob, ListedState
 from elastic_aio.spec.rendezvous import EngineSpec, RendezvousSpec
 from elastic_aio.store import Store, StoreServer, connect
+from elastic_aio.store.engine import EngineStore
 from tests.support.fake_agent import FakeAgent, job_spec, present
 
 EVENT = WorkerStarted(rank=1, local_rank=1, pid=7, node="box")

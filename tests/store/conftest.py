@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from elastic_aio.engines.etcd.store import EtcdStore
-from elastic_aio.engines.redis.store import RedisStore
+from elastic_aio.discovery.engine import load_engine
 from elastic_aio.store import Dropped, MemoryStore, RemoteStore, Store, StoreServer, connect, wire
 from tests.support.leaks import SESSION_VARIABLE
 
@@ -111,7 +110,7 @@ async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
             yield Pair(memory, other, True, True, True)
             return
         if kind in ("etcd", "redis"):
-            make: type[EtcdStore | RedisStore] = EtcdStore if kind == "etcd" else RedisStore
+            make = load_engine(kind)
             endpoint, prefix = request.getfixturevalue(f"{kind}_endpoint"), f"/{uuid.uuid4().hex}"
             engines = [make(endpoint, key_prefix=prefix, wait_timeout=20) for _ in range(2)]
             opened = [await stack.enter_async_context(store) for store in engines]

@@ -24,9 +24,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_aio.engines.base import EngineStore
-from elastic_aio.engines.etcd.store import EtcdStore
-from elastic_aio.engines.redis.store import RedisStore
+from elastic_aio.engines.base import EngineClient
+from elastic_aio.engines.etcd import EtcdStore
+from elastic_aio.engines.redis import RedisStore
 from elastic_aio.errors import StoreLost, StoreRefused
 from elastic_aio.store import Change, Lease, MemoryStore, Store, StoreServer, connect
 from tests.support import etcd, redis
@@ -641,7 +641,7 @@ async def hold(store: Store, name: bytes, take: Take, *, leaves: bool) -> None:
             await anext(locks)
         for _ in range(5):
             await lease.set("h/data", name)
-        if leaves and isinstance(store, EngineStore):
+        if leaves and isinstance(store, EngineClient):
             store._leases.clear()
             await lease.set("h/data", name)
             while await store.peek("h/lock") == name:

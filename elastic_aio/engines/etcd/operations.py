@@ -31,7 +31,6 @@ from elastic_aio.engines.etcd.wire import (
     compare,
     delete_op,
     get,
-    prefix_end,
     put,
     put_op,
     read_op,
@@ -40,7 +39,7 @@ from elastic_aio.engines.etcd.wire import (
     txn_op,
 )
 from elastic_aio.store import wire
-from elastic_aio.store.keyspace import parse_counter, wrap
+from elastic_aio.store.keyspace import parse_counter, prefix_end, wrap
 
 Operation = Generator[Request, Any, Any]
 

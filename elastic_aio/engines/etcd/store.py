@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
 
 from elastic_aio.aio import create_task, random_bytes
-from elastic_aio.engines.base import RENEWALS, EngineStore
+from elastic_aio.engines.base import RENEWALS, EngineClient
 from elastic_aio.engines.etcd.fence import EtcdFence
 from elastic_aio.engines.etcd.link import EtcdLink
 from elastic_aio.engines.etcd.operations import ChangeUnknown, EtcdKeys, Operation, Operations
@@ -32,13 +32,14 @@ from elastic_aio.engines.etcd.wire import (
     WatchEvent,
     WatchRange,
     get,
-    prefix_end,
 )
 from elastic_aio.engines.link import EngineAccess
 from elastic_aio.errors import StoreError, StoreLost, StoreRefused
-from elastic_aio.spec.rendezvous import ETCD_PORT
+from elastic_aio.spec.rendezvous import ENGINES
 from elastic_aio.store import replies, wire
+from elastic_aio.store.engine import EngineStore
 from elastic_aio.store.handles import FedWatch, HeldLease
+from elastic_aio.store.keyspace import prefix_end
 from elastic_aio.store.limits import OperationRefused
 from elastic_aio.store.replies import RawChange, WatchSnapshot
 
@@ -46,7 +47,7 @@ _RESYNC_S: Final = 0.05
 """Seconds before a watch whose history is lost is read anew."""
 
 
-class EtcdStore(EngineStore):
+class EtcdStore(EngineClient):
     """A client of a store on etcd; use it with `async with`.
 
     Several stores share one etcd by their key prefixes.  `multi_set` of more than 100 keys
@@ -54,7 +55,7 @@ class EtcdStore(EngineStore):
     a key that it has deleted.
     """
 
-    _port = ETCD_PORT
+    _port = ENGINES["etcd"].port
     _link: EtcdLink  # type: ignore[mutable-override]  # no other one is assigned
 
     def _prepare(self, access: EngineAccess, key_prefix: str) -> None:

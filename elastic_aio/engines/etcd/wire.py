@@ -317,12 +317,6 @@ def _decode(body: bytes, kind: type[Any]) -> Any:
 _encoder = msgspec.json.Encoder()
 
 
-def prefix_end(prefix: bytes) -> bytes:
-    """Return the end of the range of all keys that begin with `prefix`."""
-    stem = prefix.rstrip(b"\xff")
-    return stem[:-1] + bytes((stem[-1] + 1,)) if stem else b"\0"
-
-
 # Parts of requests.
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from elastic_aio.aio import cancel_and_wait, create_task
-from elastic_aio.engines.link import NotDone
+from elastic_aio.engines.link import NotDone, no_reply_reason
 from elastic_aio.errors import SpecError, StoreRefused
 from elastic_aio.sockets import discard_unsent, enable_keepalive
 from elastic_aio.text import one_line

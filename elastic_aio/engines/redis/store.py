@@ -13,17 +13,18 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, Final
 
 from elastic_aio.aio import create_task, random_bytes
-from elastic_aio.engines.base import RENEWALS, EngineStore
-from elastic_aio.engines.etcd.wire import prefix_end
+from elastic_aio.engines.base import RENEWALS, EngineClient
 from elastic_aio.engines.link import EngineAccess
 from elastic_aio.engines.redis.feed import Channel, RedisFeed, WatchPages, escape
 from elastic_aio.engines.redis.link import RedisLink
 from elastic_aio.engines.redis.requests import RedisRequests
 from elastic_aio.engines.redis.script import PAGE
 from elastic_aio.errors import StoreError
-from elastic_aio.spec.rendezvous import REDIS_PORT, SENTINEL_PORT
+from elastic_aio.spec.rendezvous import ENGINES
 from elastic_aio.store import replies, wire
+from elastic_aio.store.engine import EngineStore
 from elastic_aio.store.handles import FedWatch, HeldLease
+from elastic_aio.store.keyspace import prefix_end
 from elastic_aio.store.replies import RawChange, WatchSnapshot
 
 _IDLE: Final = 10.0
@@ -37,7 +38,7 @@ _PART: Final = 1000
 _CODES: Final = (("%", "%25"), ("{", "%7B"), ("}", "%7D"))
 
 
-class RedisStore(EngineStore):
+class RedisStore(EngineClient):
     """A client of a store on Redis; use it with `async with`.
 
     `multi_set` of more than 1,000 keys is made in several steps.  A key that is set and deleted
@@ -46,22 +47,23 @@ class RedisStore(EngineStore):
 
     is_per_run = True
 
-    _port = REDIS_PORT
+    _port = ENGINES["redis"].port
     _link: RedisLink  # type: ignore[mutable-override]  # no other one is assigned
 
     def __init__(self, endpoints: str, *, sentinel: str | None = None, **settings: Any) -> None:
         """Configure a client; nothing is connected yet.
 
         Args:
-            endpoints: see `EngineStore`; those of the sentinels (port 26379) with `sentinel`.
+            endpoints: see `EngineClient`; those of the sentinels (port 26379) with `sentinel`.
             sentinel: the name of the master that the sentinels know; None without Sentinel.
-            settings: the other arguments of `EngineStore`.
+            settings: the other arguments of `EngineClient`.
 
         Raises:
-            SpecError: as `EngineStore`, and on entering its other errors.
+            SpecError: as `EngineClient`, and on entering its other errors.
         """
         self._sentinel = sentinel
-        self._port = REDIS_PORT if sentinel is None else SENTINEL_PORT
+        if sentinel is not None:
+            self._port = ENGINES["redis"].ports["sentinel"]
         super().__init__(endpoints, **settings)
 
     def _prepare(self, access: EngineAccess, key_prefix: str) -> None:
