@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elastic_aio.agent.liveness_table import WorkerReport
 from elastic_aio.agent.oom import OomCounts
 from elastic_aio.aio import run_in_thread
 from elastic_aio.logs.log_file import read_end
@@ -34,6 +33,7 @@ from elastic_aio.reasons import (
     reason_of,
 )
 from elastic_aio.text import counted, format_duration, one_line
+from elastic_aio.watch.deadlines import WorkerReport
 from elastic_aio.worker.errorfile import ERROR_FILE_MAX, NEAR_S, is_of_program, parse_error_file
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from elastic_aio.agent.failures import WorkerRecord
-from elastic_aio.agent.liveness_table import LivenessTable, MissedDeadline
 from elastic_aio.agent.notify_sockets import PERIOD_S, NotifySockets
 from elastic_aio.aio import PausableClock, cancel_and_wait, create_task, run_in_thread
 from elastic_aio.errors import HostError
@@ -36,6 +35,7 @@ from elastic_aio.process.tree import ProcessTree
 from elastic_aio.spec.liveness import LivenessSpec
 from elastic_aio.spec.stop import StopPlan
 from elastic_aio.text import error_reason
+from elastic_aio.watch.deadlines import LivenessTable, MissedDeadline
 
 if TYPE_CHECKING:  # its patterns take time, and most jobs need none
     from elastic_aio.agent.timers import JobTimers
@@ -318,8 +318,8 @@ class Liveness:
             reason: why, for people.
         """
         # Imported here: most jobs need none.
-        from elastic_aio.agent.forensics import Target, read_stacks
         from elastic_aio.stacks import StackDump
+        from elastic_aio.watch.forensics import Target, read_stacks
 
         async with self._dumping:
             self._sockets.read_all()
@@ -370,7 +370,7 @@ class Liveness:
 
     async def _watch_idle(self, seconds: float) -> None:
         """Report once that all workers are idle, and again after one of them was busy."""
-        from elastic_aio.agent.forensics import read_activity
+        from elastic_aio.watch.forensics import read_activity
 
         since, has_reported = self._clock.now(), False
         former: dict[int, tuple[int, int]] = {}

@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
-from elastic_aio.agent.liveness_table import MESSAGE_MAX
 from elastic_aio.errors import SpawnError
 from elastic_aio.process import proc
 from elastic_aio.text import error_reason
+from elastic_aio.watch.deadlines import MESSAGE_MAX
 
 PERIOD_S = 1.0
 """Seconds after which a socket is read again."""

@@ -1,7 +1,7 @@
 """What a worker reports to its launcher: that it is ready, alive, and how far its work is.
 
 A message is one datagram with lines of the form `KEY=value`, sd_notify(3)'s and a few more (the
-launcher's reader is `agent.liveness_table`).  It goes to the socket that the worker has inherited
+launcher's reader is `watch.deadlines`).  It goes to the socket that the worker has inherited
 as `ELASTIC_AIO_NOTIFY_FD`; a process that has not inherited it, but the variable, sends to the
 address in `NOTIFY_SOCKET`.  Without either, nothing is sent: a script also runs by itself.
 

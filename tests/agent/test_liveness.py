@@ -34,8 +34,8 @@ from elastic_aio import (
     launch,
 )
 from elastic_aio.agent.liveness import Liveness
-from elastic_aio.agent.liveness_table import MissedDeadline
 from elastic_aio.aio import PausableClock
+from elastic_aio.watch.deadlines import MissedDeadline
 from elastic_aio.worker import interpreter
 from tests.support.cli import run_cli
 
@@ -327,7 +327,7 @@ async def test_workers_that_run_long_after_a_success_are_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The job goes on."""
-    monkeypatch.setattr("elastic_aio.agent.liveness_table._REPORT_SKEW_S", 0.2)
+    monkeypatch.setattr("elastic_aio.watch.deadlines._REPORT_SKEW_S", 0.2)
     spec = LaunchSpec(bash("[ $RANK = 1 ] || exec sleep 99"), nproc_per_node=3)
     events: list[Event] = []
     async with Agent(spec, listeners=[events.append]) as agent:

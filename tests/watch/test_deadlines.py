@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_aio.agent.liveness_table import MESSAGE_MAX, LivenessTable, WorkerReport
 from elastic_aio.spec.liveness import LivenessSpec
+from elastic_aio.watch.deadlines import MESSAGE_MAX, LivenessTable, WorkerReport
 
 
 def table_of(**limits: Any) -> tuple[LivenessTable, WorkerReport]:

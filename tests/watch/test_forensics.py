@@ -24,7 +24,7 @@ from elastic_aio import (
     WorkerReady,
     launch,
 )
-from elastic_aio.agent.forensics import Target, read_stacks
+from elastic_aio.watch.forensics import Target, read_stacks
 from elastic_aio.worker.interpreter import STACKS_SIGNAL
 
 LONG = 60.0
