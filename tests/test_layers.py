@@ -70,7 +70,6 @@ PURE = {
     "spec.logs",
     "spec.rendezvous",
     "spec.restart",
-    "spec.restart_budget",
     "spec.stop",
     "spec.tls",
     "control.protocol",

@@ -71,8 +71,7 @@ from elastic_aio.agent.messages import (
 from elastic_aio.events import AttemptFailed, Restarting
 from elastic_aio.outcome import Failure, JobOutcome, JobState
 from elastic_aio.spec.job import LaunchSpec
-from elastic_aio.spec.restart import DECIDE_TIMEOUT, LEAVING_S, RestartAction
-from elastic_aio.spec.restart_budget import RestartBudget
+from elastic_aio.spec.restart import DECIDE_TIMEOUT, LEAVING_S, RestartAction, RestartBudget
 
 _CANNOT_KILL = "a process could not be killed"
 

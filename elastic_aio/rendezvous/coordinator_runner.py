@@ -35,8 +35,7 @@ from elastic_aio.rendezvous.state import (
     RoundSettings,
     SendOrder,
 )
-from elastic_aio.spec.restart import RestartAction
-from elastic_aio.spec.restart_budget import RestartBudget
+from elastic_aio.spec.restart import RestartAction, RestartBudget
 from elastic_aio.store import ChangeKind, Lease, Store, Watch
 
 _ROUND = "round"

@@ -60,8 +60,7 @@ from elastic_aio.rendezvous.state import RoundSettings
 from elastic_aio.spec.checks import parse_host_port
 from elastic_aio.spec.job import Command, LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
-from elastic_aio.spec.restart import Backoff, changed_settings
-from elastic_aio.spec.restart_budget import RestartBudget
+from elastic_aio.spec.restart import Backoff, RestartBudget, changed_settings
 from elastic_aio.store import Dropped
 from elastic_aio.text import truncate
 

@@ -28,7 +28,7 @@ from elastic_aio.rendezvous.base import (
     StartRound,
     StopRound,
 )
-from elastic_aio.spec.restart_budget import HistoryCount, RestartHistory
+from elastic_aio.spec.restart import HistoryCount, RestartHistory
 from elastic_aio.text import escape_surrogates
 
 PROTOCOL = 2

@@ -52,7 +52,7 @@ from elastic_aio.rendezvous.messages import (
     encode,
 )
 from elastic_aio.spec.rendezvous import RendezvousSpec
-from elastic_aio.spec.restart_budget import RestartBudget
+from elastic_aio.spec.restart import RestartBudget
 from elastic_aio.store import ChangeKind, Lease, Store, Watch
 
 

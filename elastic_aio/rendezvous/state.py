@@ -50,8 +50,7 @@ from elastic_aio.rendezvous.messages import (
     truncate_failures,
 )
 from elastic_aio.spec.job import NodeRange
-from elastic_aio.spec.restart import DECIDE_TIMEOUT, RestartAction
-from elastic_aio.spec.restart_budget import RestartBudget, RestartHistory
+from elastic_aio.spec.restart import DECIDE_TIMEOUT, RestartAction, RestartBudget, RestartHistory
 from elastic_aio.text import counted
 
 NAMES_MAX = 8

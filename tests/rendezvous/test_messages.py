@@ -33,7 +33,7 @@ from elastic_aio.rendezvous.messages import (
     truncate_failures,
 )
 from elastic_aio.rendezvous.state import RoundSettings
-from elastic_aio.spec.restart_budget import RestartHistory
+from elastic_aio.spec.restart import RestartHistory
 from tests.support.coordinator_harness import failure, status
 
 PLAIN = status("a", RoundSettings(1, 2))

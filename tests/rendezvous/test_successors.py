@@ -19,8 +19,7 @@ from elastic_aio.rendezvous.election import Election
 from elastic_aio.rendezvous.member import Member
 from elastic_aio.rendezvous.messages import DetectorPort, LeaderRecord, RoundRecord, encode
 from elastic_aio.rendezvous.state import RoundSettings
-from elastic_aio.spec.restart import RestartPolicy
-from elastic_aio.spec.restart_budget import RestartBudget
+from elastic_aio.spec.restart import RestartBudget, RestartPolicy
 from elastic_aio.store import MemoryStore
 from tests.support.coordinator_harness import CoordinatorHarness, status
 

@@ -17,11 +17,13 @@ from elastic_aio.spec.restart import (
     Backoff,
     NodeLosses,
     RestartAction,
+    RestartBudget,
+    RestartDecision,
+    RestartHistory,
     RestartPolicy,
     RestartWindow,
     changed_settings,
 )
-from elastic_aio.spec.restart_budget import RestartBudget, RestartDecision, RestartHistory
 from tests.support.restarts import at_once
 
 

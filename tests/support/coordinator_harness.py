@@ -40,8 +40,7 @@ from elastic_aio.rendezvous.state import (
     RoundSettings,
     SendOrder,
 )
-from elastic_aio.spec.restart import RestartAction, RestartPolicy
-from elastic_aio.spec.restart_budget import RestartBudget
+from elastic_aio.spec.restart import RestartAction, RestartBudget, RestartPolicy
 from tests.support.restarts import AT_ONCE
 
 

@@ -68,8 +68,13 @@ from elastic_aio.rendezvous.base import (
 )
 from elastic_aio.spec.job import LaunchSpec, NodeRange
 from elastic_aio.spec.rendezvous import RendezvousSpec
-from elastic_aio.spec.restart import DECIDE_TIMEOUT, UNLIMITED, RestartAction, RestartPolicy
-from elastic_aio.spec.restart_budget import RestartBudget
+from elastic_aio.spec.restart import (
+    DECIDE_TIMEOUT,
+    UNLIMITED,
+    RestartAction,
+    RestartBudget,
+    RestartPolicy,
+)
 from elastic_aio.spec.torchrun import TORCHRUN_DEFAULTS
 from elastic_aio.sync import LoopThread
 
