@@ -12,13 +12,12 @@ from pathlib import Path
 
 LAZY = [
     "elastic_aio",
-    "elastic_aio.multiprocessing",
     "elastic_aio.plugins",
     "elastic_aio.store",
     "elastic_aio.testing",
     "elastic_aio.worker",
 ]
-PACKAGES = [*LAZY, "elastic_aio.sync"]
+PACKAGES = [*LAZY, "elastic_aio.multiprocessing", "elastic_aio.sync"]
 
 _BLOCK = re.compile(r"^if TYPE_CHECKING:\n.*?^else:\n", re.MULTILINE | re.DOTALL)
 
