@@ -20,7 +20,7 @@ Address = tuple[socket.AddressFamily, tuple[Any, ...]]
 
 BACKLOG: Final = 65535
 """Connections that wait to be accepted: as many as the kernel allows, listen(2).  `SOMAXCONN` is
-what the kernel headers allowed with which Python was built, which may be 128."""
+that of the kernel headers with which Python was built: maybe 128."""
 
 _BATCH: Final = 64
 """Connections to accept before other work of the loop."""
@@ -102,10 +102,9 @@ def without_idna(host: str | None) -> str | bytes | None:
 
 
 def bind_listeners(host: str | None, port: int, peer_timeout: float) -> list[socket.socket]:
-    """Return bound sockets for each address of `host`; None means all interfaces.
+    """Return sockets bound to each address of `host` (None: all interfaces) and one port.
 
-    With port 0 all get the same free port.  Accepted connections inherit the socket
-    options, so that accepting one costs no further system calls.
+    Accepted connections inherit the socket options, which then cost no system calls.
 
     Raises:
         HostError: the name has no address, or the port cannot be bound.
@@ -128,13 +127,11 @@ def bind_addresses(
 ) -> list[socket.socket]:
     """Return sockets bound to all `addresses`; those with port 0 get the same free port.
 
-    Args:
-        addresses: where to bind.  An address whose family this kernel lacks is left
-            out, if another one can be bound.
-        peer_timeout: as for `enable_keepalive`; accepted connections inherit it.
-        is_listening: listen at once, so that only one program gets the port.  Sockets
-            that do not listen can be bound to one port by several programs
-            (SO_REUSEADDR, socket(7)).
+    An address whose family this kernel lacks is left out, if another one can be bound.
+    Accepted connections inherit `peer_timeout` (see `enable_keepalive`).
+
+    `is_listening`: listen at once, so that only one program gets the port.  Sockets that do
+    not listen can be bound to one port by several programs (SO_REUSEADDR, socket(7)).
 
     Raises:
         OSError: one of them cannot be bound.

@@ -188,13 +188,13 @@ class Store(abc.ABC):
         """Return a view of this store in which the key `k` is this store's `name/k`.
 
         The keys are those of torch's `PrefixStore`.  The view's `num_keys` counts all
-        keys of this store.  Closing the view does not close this store.
+        keys of this store.  Closing it does nothing.
         """
         return PrefixedStore(self, name)
 
     @abc.abstractmethod
     async def aclose(self) -> None:
-        """Close this client; pending operations raise StoreClosed."""
+        """Close this client; pending operations raise StoreClosed.  Idempotent."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -320,7 +320,7 @@ class PrefixedStore(Store):
         self._store._close_watch(watch)
 
     async def aclose(self) -> None:
-        """Do nothing: the owner of the store closes it."""
+        pass
 
 
 def check_timeout(timeout: float) -> None:

@@ -222,7 +222,7 @@ class RemoteStore(Store):
     async def aclose(self) -> None:
         """Close the connection; leases end, pending operations raise StoreClosed.
 
-        It takes at most a second.  Idempotent.
+        It takes at most a second.
 
         Cancellation: raised when the connection is closed.
         """

@@ -44,13 +44,9 @@ _SLICE: Final = 256 << 10
 
 
 class Buffers:
-    """The account of the bytes that a server holds for all its peers.
-
-    They are unfinished requests and unsent replies.
-    """
+    """The account of the unfinished requests and unsent replies of all peers of a server."""
 
     def __init__(self) -> None:
-        """Begin with nothing."""
         self.size = 0
         self._references: Counter[int] = Counter()
 
@@ -79,12 +75,12 @@ class Buffers:
 class ReplyQueue:
     """Replies of one connection that its transport has not taken yet.
 
-    Small replies are joined to blocks, so that a peer with a million of them costs no more to
-    drop than one with a few large ones.
+    A large value is queued by reference and handed to the transport in slices, so that one
+    value for a thousand slow peers occupies memory once.  Small replies are joined to blocks,
+    so that a peer with a million of them costs no more to drop than one with a few large ones.
     """
 
     def __init__(self, buffers: Buffers) -> None:
-        """Begin empty; `buffers` is the account of the server."""
         self._buffers = buffers
         self._pieces: deque[bytes] = deque()
         self._block = bytearray()  # what follows the pieces
@@ -542,9 +538,12 @@ class Connection(asyncio.Protocol, Client):
                         self._backlog.extend(requests)
                         return
         except OperationRefused as error:
-            # The plain dialect has no other way to refuse a request.
-            reason = f"sent a request that is refused: {error}"
-            self.drop(reason, is_graceful=True, is_refusal=True)
+            self._refuse_plain(error)
+
+    def _refuse_plain(self, error: OperationRefused) -> None:
+        """Drop the client: the plain dialect has no other way to refuse a request."""
+        reason = f"sent a request that is refused: {error}"
+        self.drop(reason, is_graceful=True, is_refusal=True)
 
     def _serve_tagged(self, requests: Iterator[Request]) -> None:
         handlers, size = self.service.keyspace.handlers, 0
@@ -747,8 +746,7 @@ class Connection(asyncio.Protocol, Client):
                     return
         except OperationRefused as error:
             if tag is None:
-                reason = f"sent a request that is refused: {error}"
-                self.drop(reason, is_graceful=True, is_refusal=True)
+                self._refuse_plain(error)
                 return
             self._append(tagged(tag, replies.REFUSED, str(error).encode()))
         self.service.flush()
@@ -949,12 +947,9 @@ class Connection(asyncio.Protocol, Client):
             self.drop(reason)
 
     def drop(self, reason: str, *, is_graceful: bool = False, is_refusal: bool = False) -> None:
-        """Close this connection and report it; idempotent.
+        """Close this connection and report it, as `Dropped` says; idempotent.
 
-        Args:
-            reason: what the peer did, for `Dropped`.
-            is_graceful: send the pending replies first.
-            is_refusal: as in `Dropped`.
+        `is_graceful`: send the pending replies first.
         """
         if self.is_gone:
             return

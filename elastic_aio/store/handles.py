@@ -108,10 +108,7 @@ class Lease:
         ttl: float,
         linger: float,
     ) -> None:
-        """Create a lease that the store of `call` and `change_all` has not granted yet.
-
-        Times are in seconds.
-        """
+        """Create a lease that the store of `call` has not granted yet; times in seconds."""
         self._call, self._change_all = call, change_all
         self._prefix = prefix
         self.ttl = ttl
@@ -132,7 +129,6 @@ class Lease:
 
         Raises:
             StoreRefused: the lease has ended.
-            StoreError: as for `Store.set`.
         """
         argument = [wire_value(value), self.lease_id]
         await self._call(wire.LEASED_SET, wire_key(key, self._prefix), argument)
@@ -140,8 +136,7 @@ class Lease:
     async def set_all(self, items: Mapping[str, Value]) -> None:
         """Set all `items`, one after another; the requests are sent together.
 
-        Raises:
-            StoreRefused, StoreError: as for `set`; some of them may have been set.
+        After an error, as of `set`, some of them may have been set.
         """
         prefix, lease_id = self._prefix, self.lease_id
         requests = [
@@ -154,7 +149,6 @@ class Lease:
 
         Raises:
             StoreRefused: the lease has ended.
-            StoreError: as for `Store.compare_set`.
         """
         argument = [wire_value(expected), wire_value(desired), self.lease_id]
         name = wire_key(key, self._prefix)

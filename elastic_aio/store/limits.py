@@ -15,20 +15,15 @@ from elastic_aio.store.wire import WireLimits
 
 ENTRY: Final = 160
 """Bytes that a key or an item occupies beside its text."""
-
 WAIT: Final = 800
 """The same for a pending wait, and for each key that it waits for."""
-
 TARGET: Final = 700
 """The same for a watched key and for an empty queue."""
 
-
 KEYS_AT_ONCE: Final = 2048
 """Keys that are handled before other connections are served: a millisecond or two."""
-
 BYTES_AT_ONCE: Final = 1 << 20
 """The same for the bytes of values."""
-
 WORK_AT_ONCE: Final = 1024
 """Notifications, and work that takes as long, before other connections are served: 5 ms."""
 
@@ -130,10 +125,9 @@ class Dropped:
 
 
 class Usage:
-    """The bytes that a keyspace occupies, and may still occupy."""
+    """The bytes that a keyspace may still occupy, of `limit`."""
 
     def __init__(self, limit: int) -> None:
-        """Begin with nothing of `limit` bytes."""
         self.limit = limit
         self.left = limit
 

@@ -28,7 +28,7 @@ from elastic_aio.store.replies import KIND_OF, ReplyReader, ReplyTooLarge, Tagge
 from elastic_aio.store.wire import WireError, encode
 
 if TYPE_CHECKING:
-    from elastic_aio.store.tls import TlsContext
+    from elastic_aio.store.tls import TlsContext, TlsTransport
 
 WITH_COUNT: Final = frozenset({wire.GET_WHEN_SET, wire.MULTI_GET})
 """Requests whose reply can only be parsed with the number of keys of the request."""
@@ -224,7 +224,12 @@ _MAX_IDLE: Final = 8
 
 
 class PlainLink(Link):
-    """A connection in torch's plain dialect."""
+    """A connection in torch's plain dialect.
+
+    Replies have no tag in it, so after a pending WAIT the owner of a reply would be
+    ambiguous.  Therefore requests are pipelined on one connection, and each pending wait
+    uses a further connection, which is kept for later waits.
+    """
 
     def __init__(
         self, reply_timeout: float, opener: Callable[[], Awaitable[PlainLink]] | None = None
@@ -388,13 +393,10 @@ class _PendingRequest(Struct):
 
 
 class TaggedLink(Link):
-    """A connection in our tagged dialect."""
+    """A connection in our tagged dialect, shared by requests, waits, watches and leases."""
 
     def __init__(self, reply_timeout: float, instance: bytes, ping_interval: float) -> None:
-        """Prepare a link to `instance`, on which `ping` is called each `ping_interval` seconds.
-
-        0: `ping` is not called.
-        """
+        """Prepare a link to `instance`; 0 seconds: `ping` is not called at intervals."""
         super().__init__(reply_timeout)
         self.instance = instance
         self._ping_interval = ping_interval
@@ -500,21 +502,13 @@ class TaggedLink(Link):
             raise
 
     async def change_all(self, op: int, requests: Iterable[tuple[bytes, Any]]) -> None:
-        """Carry out the changes `op` with these keys and arguments; return after the last.
-
-        Raises:
-            LinkLost, StoreRefused: as for `call`.
-        """
+        """Carry out the changes `op` with these keys and arguments, as `call` does each."""
         while self._is_write_paused:
             await self._write_resumed.wait()
         await asyncio.gather(*[self._request(op, *request)[1] for request in requests])
 
     async def watch(self, watch: FedWatch) -> None:
-        """Feed `watch` from now on; return when it has got its snapshot.
-
-        Raises:
-            LinkLost, StoreRefused: as for `call`.
-        """
+        """Feed `watch` from now on; return when it has got its snapshot.  Errors: as of `call`."""
         tag, future = self._request(watch.op, watch.key, watch.revision)
         self._listeners[tag] = watch
         self._watch_tags[watch] = tag
@@ -527,11 +521,7 @@ class TaggedLink(Link):
             self._post(wire.CANCEL, b"", tag)
 
     async def lease(self, op: int, lease: HeldLease) -> Any:
-        """Grant or resume `lease`, by the opcode `op`; return the result of the request.
-
-        Raises:
-            LinkLost, StoreRefused: as for `call`.
-        """
+        """Grant or resume `lease`, by the opcode `op`; return the result, as `call` does."""
         milliseconds = (round(lease.ttl * 1000), round(lease.linger * 1000))
         argument = milliseconds if op == wire.GRANT_LEASE else None
         tag, future = self._request(op, lease.lease_id, argument)
@@ -599,11 +589,7 @@ _PING_NONCE: Final = 0x0E1A5A10
 
 @dataclass(frozen=True, slots=True)
 class LinkOptions:
-    """Where and how a client connects; for the other fields see `RemoteStore`.
-
-    Attributes:
-        ping_interval: seconds between two pings; 0: an idle server is not pinged.
-    """
+    """Where and how a client connects; the fields are described at `RemoteStore`."""
 
     host: str
     port: int
@@ -632,13 +618,10 @@ async def open_link(
 ) -> PlainLink | TaggedLink:
     """Connect, identify the server, and return a link in its dialect.
 
-    The caller bounds it in time.
+    `sock` is a connected socket to use instead; the link owns it from now on.  The caller
+    bounds it in time.
 
     Cancellation: closes the connection.
-
-    Args:
-        options: where and how to connect.
-        sock: a connected socket to use instead; the link owns it from now on.
 
     Raises:
         OSError: the connection fails.
@@ -674,43 +657,32 @@ async def open_link(
 async def _connect(
     link: PlainLink, options: LinkOptions, sock: socket.socket | None = None
 ) -> None:
-    if options.tls is None:
-        await _connect_protocol(link, options, sock)
-    else:
-        await _connect_tls(link, options, options.tls, sock)
-    link.open()
+    """Open the connection of `link`, over TLS if the options say so, and begin to speak."""
+    protocol: asyncio.Protocol = link
+    layer: TlsTransport | None = None
+    if options.tls is not None:
+        from elastic_aio.store.tls import TlsTransport
 
-
-async def _connect_protocol(
-    protocol: asyncio.Protocol, options: LinkOptions, sock: socket.socket | None
-) -> asyncio.Transport:
+        # The zone of an IPv6 address is a matter of this host.
+        name = options.tls.spec.server_name or options.host.partition("%")[0]
+        protocol = layer = TlsTransport(link, options.tls.current(), name)
     loop = asyncio.get_running_loop()
     if sock is None:
         transport, _ = await loop.create_connection(lambda: protocol, options.host, options.port)
     else:
         transport, _ = await loop.create_connection(lambda: protocol, sock=sock)
     enable_keepalive(transport.get_extra_info("socket"), options.peer_timeout)
-    return transport
-
-
-async def _connect_tls(
-    link: PlainLink, options: LinkOptions, tls: TlsContext, sock: socket.socket | None
-) -> None:
-    from elastic_aio.store.tls import TlsTransport
-
-    # The zone of an IPv6 address is a matter of this host.
-    name = tls.spec.server_name or options.host.partition("%")[0]
-    layer = TlsTransport(link, tls.current(), name)
-    transport = await _connect_protocol(layer, options, sock)
-    try:
-        await layer.wait_open()
-    except ConnectionError:
-        raise (
-            StoreRefused(link.refusal) if link.refusal else LinkLost(link.ended.result())
-        ) from None
-    except BaseException:  # a cancellation: the connection has no other owner
-        transport.abort()
-        raise
+    if layer is not None:
+        try:
+            await layer.wait_open()
+        except ConnectionError:
+            raise (
+                StoreRefused(link.refusal) if link.refusal else LinkLost(link.ended.result())
+            ) from None
+        except BaseException:  # a cancellation: the connection has no other owner
+            layer.abort()
+            raise
+    link.open()
 
 
 async def _choose_dialect(link: PlainLink, options: LinkOptions) -> PlainLink | TaggedLink:

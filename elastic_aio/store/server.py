@@ -99,7 +99,7 @@ class StoreServer:
             admit_hosts=admit_hosts,
             on_drop=on_drop,
             on_pause=on_pause,
-            on_left=self._on_left,
+            on_left=lambda: self._acceptor.resume(),
         )
         self.limits, self.instance = self.service.limits, self.service.instance
         self.keyspace = self.service.keyspace
@@ -188,9 +188,6 @@ class StoreServer:
 
     def _has_room(self) -> bool:
         return self.connection_count + len(self._opening) < self._connections_max
-
-    def _on_left(self) -> None:
-        self._acceptor.resume()
 
     async def aclose(self) -> None:
         """Stop listening, send the pending replies and end all connections.

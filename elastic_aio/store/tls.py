@@ -66,13 +66,8 @@ def check_tls(
 ) -> None:
     """Check the files of a server, a client, or a node that may be either.
 
-    It takes a few milliseconds: the side makes handshakes with itself.
-
-    Args:
-        tls: the settings.
-        may_serve: whether it is a server.
-        may_connect: whether it is a client.
-        names: of these hosts, the node serves at least one.
+    It takes a few milliseconds: the side makes handshakes with itself.  Of the hosts `names`,
+    the node serves at least one.
 
     Raises:
         SpecError: a file cannot be used, or the certificate would be refused.
@@ -275,11 +270,8 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
     ) -> None:
         """Prepare the layer of one connection.
 
-        Args:
-            user: the protocol.
-            context: of this side.
-            server_name: name or address of the server, whose certificate must have it; None:
-                this side is the server.
+        `server_name` is the name or address that the certificate of the server must have; None:
+        this side is the server.
 
         Raises:
             ValueError: the name cannot be one.
@@ -452,23 +444,18 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
             self._raw.abort()
 
     def is_closing(self) -> bool:
-        """Return whether the connection is closing or closed."""
         return self._raw.is_closing()
 
     def pause_reading(self) -> None:
-        """Receive nothing until `resume_reading`."""
         self._raw.pause_reading()
 
     def resume_reading(self) -> None:
-        """Receive again."""
         self._raw.resume_reading()
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        """Replace the protocol."""
         self._user = cast("TlsUser", protocol)
 
     def get_protocol(self) -> asyncio.BaseProtocol:
-        """Return the protocol."""
         return cast("asyncio.BaseProtocol", self._user)
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
