@@ -160,14 +160,7 @@ class WaitTable:
         """The number of pairs of a pending wait and a missing key."""
 
     def begin(self, waiter: Waiter, missing: Sequence[bytes]) -> object:
-        """Wait for the `missing` keys; replaces a wait of the client with the same tag.
-
-        Returns:
-            PENDING.
-
-        Raises:
-            OperationRefused: there are too many waits.
-        """
+        """Wait for the `missing` keys, instead of a wait with the same tag; return PENDING."""
         if waiter.tag in waiter.client.waits:
             self.cancel(waiter.client, waiter.tag)
         keys = tuple(dict.fromkeys(missing)) if len(missing) > 1 else missing
@@ -217,10 +210,7 @@ class WaitTable:
         self._work.run(self._notify(key, list(self.by_key[key])))
 
     def on_pushed(self, key: bytes, take: Callable[[bytes], bytes]) -> None:
-        """Notify the waiters for the queue `key`, which has got an item, oldest first.
-
-        `take` removes the oldest item of a queue and returns it.
-        """
+        """Notify the waiters for the queue `key`, which has got an item that `take` takes."""
         if key in self.by_queue:
             self._work.run(self._notify_queue(key, take))
 
@@ -517,10 +507,7 @@ LINGER: Final = 60.0
 
 
 class _PresentPairs(Client):
-    """The pairs of a watched prefix while they are read in parts.
-
-    It has the present value of each key that has been read, or has changed since the watch began.
-    """
+    """The present pairs of a watched prefix that have been read in parts, or have changed since."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -582,14 +569,8 @@ class WatchTable:
     ) -> WatchSnapshot:
         """Begin a watch, or continue one after `last_revision` if that is not negative.
 
-        It replaces a watch of the client with the same tag.
-
-        Returns:
-            The snapshot, whose `pairs` the caller must fill in if it `is_whole`; after
-            any other the caller must send the changes `since`.
-
-        Raises:
-            OperationRefused: there are too many watches.
+        It replaces a watch of the client with the same tag.  The caller must fill in the
+        `pairs` of the snapshot if it `is_whole`, and else send the changes `since`.
         """
         self.cancel(watcher, tag)
         if self._count >= self._limits.watches:
@@ -1053,10 +1034,9 @@ class Keyspace:
         return WatchSnapshot(True, snapshot.revision, present.pairs.items())
 
     def forget(self, client: Client, now: float) -> bool:
-        """Remove a client whose connection has ended; its leases and watches may linger.
+        """Remove some of a client whose connection has ended; return whether there is more.
 
-        Returns:
-            Whether it has had so many that this must be called again.
+        Its leases and watches may linger.
         """
         self.work.begin()
         self.watches.forget(client, now)
@@ -1156,11 +1136,7 @@ class Keyspace:
 
 
 def parse_counter(text: bytes | None) -> int:
-    """Parse a counter as strtoll(3) does: leading space, sign, digits, then anything.
-
-    Raises:
-        OperationRefused: that is no number of 64 bits.
-    """
+    """Parse a counter as strtoll(3) does: leading space, sign, digits, then anything."""
     if text is None:
         return 0
     if len(text) < 19 and text.isdigit():

@@ -132,11 +132,7 @@ class Usage:
         self.left = limit
 
     def take(self, size: int) -> None:
-        """Occupy `size` bytes more; a negative size frees some.
-
-        Raises:
-            OperationRefused: there are not so many left.
-        """
+        """Occupy `size` bytes more, or refuse; a negative size frees some."""
         if size > self.left:
             self.refuse()
         self.left -= size

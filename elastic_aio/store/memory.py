@@ -52,11 +52,7 @@ class MemoryStore(Store):
     """
 
     def __init__(self, *, timeout: float = 300.0) -> None:
-        """Create an empty store.
-
-        Args:
-            timeout: `wait_timeout` of `connect`, in seconds.
-        """
+        """Create an empty store; `timeout` is the `wait_timeout` of `connect`, in seconds."""
         super().__init__(timeout)
         self._keyspace = Keyspace(work=Work(sys.maxsize))
         self._client = _MemoryClient()

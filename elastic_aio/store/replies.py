@@ -221,11 +221,7 @@ def encode_items(op: int, items: Iterable[Any]) -> bytes:
 
 
 def decode_notification(payload: bytes) -> RawChange | WatchSnapshot:
-    """Decode the payload of a watch's message.
-
-    Raises:
-        WireError: it is malformed.
-    """
+    """Decode the payload of a watch's message, or raise `WireError`."""
     if len(payload) < _NOTIFICATION.size:
         raise WireError("sent a notification that is too short")
     kind, revision, count = _NOTIFICATION.unpack_from(payload)
@@ -246,11 +242,7 @@ def decode_notification(payload: bytes) -> RawChange | WatchSnapshot:
 
 
 def decode(op: int, count: int, payload: bytes) -> Any:
-    """Decode the payload of a tagged reply to `op`, a request with `count` keys.
-
-    Raises:
-        WireError: it is malformed.
-    """
+    """Decode the payload of a tagged reply to `op`, a request with `count` keys."""
     reply = _read(KIND_OF[op], count, payload, 0)
     if isinstance(reply, int) or reply[1] != len(payload):
         raise WireError(f"sent a malformed reply of {len(payload)} bytes to request 0x{op:02x}")
@@ -337,10 +329,8 @@ class ReplyReader:
     def read(self, data: bytes) -> list[Any]:
         """Add received bytes; return the replies that are complete now, in request order.
 
-        One that is too large is returned as a `ReplyTooLarge`, after which nothing can be read.
-
-        Raises:
-            WireError: an unexpected reply or an invalid length.
+        One that is too large is returned as a `ReplyTooLarge`, after which nothing can be read;
+        an unexpected or invalid one raises `WireError`.
         """
         self._held += data
         if len(self._held) < self._need:
@@ -379,10 +369,8 @@ class TaggedReader:
     def read(self, data: bytes) -> list[tuple[int, int, bytes]]:
         """Add received bytes; return `(tag, status, payload)` of each complete reply.
 
-        After one with the status `TOO_LARGE`, whose payload is a text, nothing can be read.
-
-        Raises:
-            WireError: an invalid length or an unknown status.
+        After one with the status `TOO_LARGE`, whose payload is a text, nothing can be read;
+        an unknown status raises `WireError`.
         """
         if self._held:
             self._held += data

@@ -176,12 +176,8 @@ def token_proof(token: str, role: bytes, transcript: bytes) -> bytes:
     """Return the proof that one side knows `token`, without the token: HKDF-SHA256 (RFC 5869).
 
     Each side makes one, the client first: a stranger who connects to a server learns no
-    proof that it could compare with guessed tokens.
-
-    Args:
-        token: the secret.
-        role: `CLIENT` or `SERVER`, so that neither proof can be sent back.
-        transcript: the id of the server and the nonces of both sides.
+    proof that it could compare with guessed tokens.  `role` is that of the side, so that neither
+    proof can be sent back; `transcript` is the id of the server and the nonces of both sides.
     """
     import hmac  # tokens are rare, and it takes a millisecond
 
@@ -244,11 +240,7 @@ class RequestReader:
 
         A HELLO switches the reader to the tagged dialect.  Long: the most frequent requests of
         every worker pass here, and are parsed without calls if they are complete and valid.
-
-        Args:
-            data: the bytes received.
-            most: how many requests to return at most; if there may be more, `has_more`
-                is true.
+        If there may be more than `most`, `has_more` is true.
 
         Raises:
             WireError: an invalid opcode or length, as soon as it is readable; the
