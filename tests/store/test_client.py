@@ -31,6 +31,7 @@ from elastic_aio.store.limits import KeyspaceLimits
 from elastic_aio.store.wire import OPENING, Request, RequestReader, WireLimits
 from tests.store.conftest import hide_extensions
 from tests.support.chaos import ChaosProxy
+from tests.support.children import until
 
 pytestmark = pytest.mark.both_loops
 
@@ -92,8 +93,7 @@ async def test_reads_span_a_broken_connection(
         await store.multi_set({"k": "v", "l": ""})
         assert await tasks[0] == b"v"
         await tasks[1]
-    while server.connection_count > 1:
-        await asyncio.sleep(0.001)  # until the server has closed the connection
+    await until(lambda: server.connection_count <= 1)
     assert server.keyspace.waits.count == 0
 
 
@@ -471,8 +471,7 @@ async def test_waits_on_a_plain_server_outlive_the_reply_timeout(server: StoreSe
         connect(server.endpoint) as other,
     ):
         waits = [asyncio.ensure_future(plain.get(f"k{number}")) for number in range(20)]
-        while server.connection_count < 22:
-            await asyncio.sleep(0.001)  # until each wait has its connection
+        await until(lambda: server.connection_count >= 22)
         await asyncio.sleep(1.2)  # longer than replies may take
         assert not any(task.done() for task in waits)
         assert server.connection_count == 22
@@ -481,8 +480,7 @@ async def test_waits_on_a_plain_server_outlive_the_reply_timeout(server: StoreSe
         assert await plain.get("k1") == b""
         with pytest.raises(StoreTimeout):
             await plain.get("never", timeout=0.05)
-        while server.connection_count > 10:
-            await asyncio.sleep(0.001)  # until the server has closed the others
+        await until(lambda: server.connection_count <= 10)
 
 
 async def test_a_plain_server_refuses_the_connection_of_a_wait(dropped: list[Dropped]) -> None:
@@ -492,8 +490,7 @@ async def test_a_plain_server_refuses_the_connection_of_a_wait(dropped: list[Dro
         hide_extensions(server)
         async with connect(server.endpoint) as plain, asyncio.timeout(20):
             waiting = asyncio.ensure_future(plain.get("k"))
-            while not dropped:
-                await asyncio.sleep(0.001)  # until the further connection is refused
+            await until(lambda: dropped)
             await plain.set("k", b"v")
             assert await waiting == b"v"
 
@@ -506,12 +503,10 @@ async def test_a_broken_wait_on_a_plain_server_is_sent_again(
     async with connect(proxy.endpoint) as plain, asyncio.timeout(20):
         waiting = asyncio.ensure_future(plain.get("k"))
         for _ in range(3):
-            while not server.keyspace.waits.count:
-                await asyncio.sleep(0.001)  # until the wait has reached the server
+            await until(lambda: server.keyspace.waits.count)
             seen = proxy.connections
             proxy.cut()
-            while proxy.connections < seen + 2:
-                await asyncio.sleep(0.001)  # one for requests, one for the wait
+            await until(lambda: proxy.connections >= seen + 2)  # noqa: B023  # awaited here
         await until_connected(plain)
         await store.set("k", b"v")
         assert await waiting == b"v"
@@ -603,8 +598,7 @@ async def test_a_cancelled_connect_leaks_nothing(server: StoreServer, proxy: Cha
         with contextlib.suppress(asyncio.CancelledError):
             await (await task).aclose()
     async with asyncio.timeout(10):
-        while server.connection_count or proxy.sides:
-            await asyncio.sleep(0.005)
+        await until(lambda: not (server.connection_count or proxy.sides))
 
 
 async def test_use_before_and_after(server: StoreServer) -> None:
@@ -630,8 +624,7 @@ async def test_a_cancelled_close_completes(server: StoreServer) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    while server.connection_count:
-        await asyncio.sleep(0.001)  # until the server has closed the connection
+    await until(lambda: not server.connection_count)
 
 
 @pytest.mark.parametrize(

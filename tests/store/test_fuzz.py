@@ -27,6 +27,7 @@ from elastic_aio.store.wire import (
     WireLimits,
     encode,
 )
+from tests.support.children import until
 from tests.support.usage import counted, occupied
 
 VECTORS = Path(__file__).with_name("vectors.txt")
@@ -149,8 +150,7 @@ async def fuzz(server: StoreServer, dropped: list[Dropped]) -> None:
         sent += BATCH
         if sent == 4000 or (sent > 4000 and not first):
             first = memory()
-    while server.connection_count:
-        await asyncio.sleep(0.001)  # until the server has seen them leave
+    await until(lambda: not server.connection_count)
     keyspace = server.keyspace
     assert occupied(keyspace) == counted(keyspace)
     assert keyspace.usage.left >= 0

@@ -6,10 +6,7 @@ import asyncio
 import contextlib
 import os
 import struct
-import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +16,6 @@ from elastic_aio.store import (
     Dropped,
     KeyspaceLimits,
     RemoteStore,
-    ServerLimits,
     StoreServer,
     connect,
     replies,
@@ -27,19 +23,11 @@ from elastic_aio.store import (
 )
 from elastic_aio.store.connection import Connection
 from elastic_aio.store.wire import OPENING, encode
-from tests.store.test_server import Peer, connected, limited
+from tests.store.peers import MIB, connected, program, serving
 from tests.support.children import until
-from tests.support.cli import environment
 from tests.support.usage import occupied
 
 pytestmark = pytest.mark.both_loops
-
-MIB = 1 << 20
-
-
-def pause(peer: Peer) -> None:
-    """Read nothing more from the server."""
-    peer.writer.transport.pause_reading()  # type: ignore[attr-defined]  # a read transport
 
 
 async def test_a_reply_is_limited_before_it_is_built(
@@ -62,7 +50,7 @@ async def test_a_reply_is_limited_before_it_is_built(
 async def test_a_full_store_refuses(dropped: list[Dropped]) -> None:
     """With a reason in the tagged dialect, by closing the connection in torch's."""
     full = r"the store is full: its limit is 100000 bytes"
-    async with limited(dropped, keyspace=KeyspaceLimits(stored=100_000)) as server:
+    async with serving(dropped, keyspace=KeyspaceLimits(stored=100_000)) as server:
         async with connect(server.endpoint, reconnect_for=0) as store:
             await store.set("k", bytes(90_000))
             with pytest.raises(StoreRefused, match=full):
@@ -82,18 +70,18 @@ async def test_a_large_value_for_many_slow_peers_is_held_once(dropped: list[Drop
     """Eight times 20 MiB with a limit of 24 MiB; each peer gets the value when it reads."""
     value = os.urandom(20 * MIB)
     async with (
-        limited(dropped, buffered=24 * MIB) as server,
+        serving(dropped, buffered=24 * MIB) as server,
         contextlib.AsyncExitStack() as stack,
     ):
         server.keyspace.set(b"/k", value)
         peers = [await stack.enter_async_context(connected(server)) for _ in range(8)]
         for peer in peers:
-            pause(peer)
+            peer.pause()
             peer.send(encode(wire.GET, b"/k", None))
         await until(lambda: sum(one._is_paused for one in server.service.connections) == 8)
         assert 0 < server.service.buffers.size < 21 * MIB
         for peer in peers:
-            peer.writer.transport.resume_reading()  # type: ignore[attr-defined]
+            peer.resume()
             assert await peer.receive(8 + len(value)) == struct.pack("<Q", len(value)) + value
         assert server.service.buffers.size == 0
         assert dropped == []
@@ -103,14 +91,14 @@ async def test_a_large_value_for_many_slow_peers_is_held_once(dropped: list[Drop
 async def test_what_all_peers_leave_unread_is_limited(dropped: list[Dropped]) -> None:
     """Each its own value; the peers that hold the most are closed, others are served."""
     async with (
-        limited(dropped, buffered=24 * MIB) as server,
+        serving(dropped, buffered=24 * MIB) as server,
         connected(server) as small,
         contextlib.AsyncExitStack() as stack,
     ):
         for _ in range(5):
             peer = await stack.enter_async_context(connected(server))
             await peer.settled()
-            pause(peer)
+            peer.pause()
             server.keyspace.set(b"/k", os.urandom(20 * MIB))
             peer.send(encode(wire.GET, b"/k", None))
             served = list(server.service.connections)[-1]
@@ -128,13 +116,12 @@ async def test_what_all_peers_leave_unread_is_limited(dropped: list[Dropped]) ->
 
 async def test_notifications_of_one_operation_are_limited(dropped: list[Dropped]) -> None:
     """Ten thousand waits of one peer for a value of 30 kB, of which it reads nothing."""
-    async with limited(dropped, unsent=4 * MIB) as server, connected(server) as peer:
-        peer.send(encode(wire.HELLO, b"", wire.VERSION))
-        await peer.receive(33)
+    async with serving(dropped, unsent=4 * MIB) as server, connected(server) as peer:
+        await peer.enter_tagged()
         waits = [encode(wire.GET_WHEN_SET, b"", (b"/k",), tag) for tag in range(10_000)]
         peer.send(b"".join(waits))
         await until(lambda: server.keyspace.waits.count == 10_000)
-        pause(peer)
+        peer.pause()
         async with connect(server.endpoint) as store:
             await store.set("k", bytes(30_000))
         assert [drop.reason for drop in dropped] == ["does not read its notifications"]
@@ -144,16 +131,15 @@ async def test_notifications_of_one_operation_are_limited(dropped: list[Dropped]
 
 async def test_snapshots_of_one_burst_are_limited(dropped: list[Dropped]) -> None:
     """A hundred watches of 1 MiB each are begun one by one, as fast as the peer reads."""
-    async with limited(dropped) as server, connected(server) as peer:
+    async with serving(dropped) as server, connected(server) as peer:
         for number in range(32):
             server.keyspace.set(b"/n/%d" % number, bytes(32 << 10))
-        peer.send(encode(wire.HELLO, b"", wire.VERSION))
-        await peer.receive(33)
-        pause(peer)
+        await peer.enter_tagged()
+        peer.pause()
         peer.send(b"".join(encode(wire.WATCH_PREFIX, b"/n/", -1, tag) for tag in range(100)))
         await until(lambda: any(one._is_paused for one in server.service.connections))
         assert server.service.buffers.size < 4 * MIB
-        peer.writer.transport.resume_reading()  # type: ignore[attr-defined]  # a read transport
+        peer.resume()
         for tag in range(100):
             head = struct.Struct("<IBI")
             reply_tag, status, size = head.unpack(await peer.receive(head.size))
@@ -185,9 +171,8 @@ async def test_a_reply_above_the_limit_of_the_client_is_an_error(
 
 async def test_a_reply_has_a_limited_number_of_keys(dropped: list[Dropped]) -> None:
     """Building a longer one would block the loop; the store serves everything else."""
-    limits = ServerLimits(keyspace=KeyspaceLimits(items=100))
     async with (
-        StoreServer("127.0.0.1", limits=limits, on_drop=dropped.append) as server,
+        serving(dropped, keyspace=KeyspaceLimits(items=100)) as server,
         connect(server.endpoint) as store,
         connected(server) as peer,
     ):
@@ -262,28 +247,6 @@ with asyncio.Runner(loop_factory=factory) as runner:
 """
 
 
-@contextlib.asynccontextmanager
-async def server_with_few_descriptors() -> AsyncIterator[tuple[int, int]]:
-    """Run a server that can accept some connections on the loop of this test."""
-    loop = "uvloop" if "uvloop" in type(asyncio.get_running_loop()).__module__ else "asyncio"
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        _FEW_DESCRIPTORS,
-        loop,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=environment(),
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        yield process.pid, int(await process.stdout.readline())
-    finally:
-        process.stdin.close()
-        await process.communicate()
-
-
 def processor_seconds(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -292,7 +255,12 @@ def processor_seconds(pid: int) -> float:
 @pytest.mark.slow
 async def test_accepting_pauses_without_descriptors() -> None:
     """It costs no processor time, and clients that wait are served when others have left."""
-    async with server_with_few_descriptors() as (pid, port), contextlib.AsyncExitStack() as stack:
+    loop = "uvloop" if "uvloop" in type(asyncio.get_running_loop()).__module__ else "asyncio"
+    async with (
+        program(_FEW_DESCRIPTORS, loop) as (process, printed),
+        contextlib.AsyncExitStack() as stack,
+    ):
+        pid, port = process.pid, int(await printed.readline())
         served: list[tuple[asyncio.Task[bytes], asyncio.StreamWriter]] = []
         waiting: list[tuple[asyncio.Task[bytes], asyncio.StreamWriter]] = []
         for _ in range(12):
@@ -320,16 +288,6 @@ async def test_accepting_pauses_without_descriptors() -> None:
 TOKEN = "token-of-this-test"
 
 
-def guarded(dropped: list[Dropped], **limits: int) -> StoreServer:
-    """Return a server with a token."""
-    return StoreServer(
-        "127.0.0.1",
-        token=TOKEN,
-        limits=ServerLimits(**limits),  # type: ignore[arg-type]  # whole numbers only
-        on_drop=dropped.append,
-    )
-
-
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
@@ -344,7 +302,7 @@ async def test_a_client_without_the_token_occupies_next_to_nothing(
     dropped: list[Dropped], data: bytes, reason: str
 ) -> None:
     """It is closed as soon as it sends more than a handshake."""
-    async with guarded(dropped) as server, connected(server) as stranger:
+    async with serving(dropped, token=TOKEN) as server, connected(server) as stranger:
         stranger.send(data)
         await stranger.ended()
         await until(lambda: dropped)
@@ -354,7 +312,10 @@ async def test_a_client_without_the_token_occupies_next_to_nothing(
 
 async def test_a_client_without_the_token_makes_room(dropped: list[Dropped]) -> None:
     """The oldest of them is closed for one with the token, which is never closed for them."""
-    async with guarded(dropped, connections=3) as server, contextlib.AsyncExitStack() as stack:
+    async with (
+        serving(dropped, token=TOKEN, connections=3) as server,
+        contextlib.AsyncExitStack() as stack,
+    ):
         store = await stack.enter_async_context(connect(server.endpoint, token=TOKEN))
         strangers = [await stack.enter_async_context(connected(server)) for _ in range(5)]
         await until(lambda: len(dropped) == 3)
@@ -373,8 +334,11 @@ async def test_a_client_that_does_not_read_completes_the_handshake_in_time(
     dropped: list[Dropped],
 ) -> None:
     """Neither the deadline of its unread replies nor that of a request replaces the handshake's."""
-    async with guarded(dropped, handshake_timeout=1) as server, connected(server) as stranger:
-        pause(stranger)
+    async with (
+        serving(dropped, token=TOKEN, handshake_timeout=1) as server,
+        connected(server) as stranger,
+    ):
+        stranger.pause()
         stranger.send(encode(wire.PING, b"", 7) * 500)
         await until(lambda: dropped)
         assert [drop.reason for drop in dropped] == ["did not complete the handshake in time"]
@@ -390,7 +354,7 @@ async def test_torch_clients_are_served_once_their_host_has_proved_the_token(
 ) -> None:
     """What they have sent before waits, and is not lost; later ones are served at once."""
     from_elsewhere(monkeypatch)
-    server = StoreServer("127.0.0.1", token=TOKEN, admit_hosts=True, on_drop=dropped.append)
+    server = serving(dropped, token=TOKEN, admit_hosts=True)
     async with server, connected(server) as early, connected(server) as large:
         await early.settled()
         early.send(encode(wire.ADD, b"/n", 1) * 3)
@@ -413,10 +377,7 @@ async def test_torch_clients_of_other_hosts_are_not_served(
 ) -> None:
     """Nor what they send read; clients with a wrong token do not change that."""
     from_elsewhere(monkeypatch)
-    limits = ServerLimits(handshake_timeout=0.5)
-    server = StoreServer(
-        "127.0.0.1", token=TOKEN, admit_hosts=True, limits=limits, on_drop=dropped.append
-    )
+    server = serving(dropped, token=TOKEN, admit_hosts=True, handshake_timeout=0.5)
     async with server, connected(server) as stranger:
         stranger.send(encode(wire.SET, b"/k", bytes(8 << 20)))
         with pytest.raises(StoreRefused, match="the token is wrong"):
@@ -432,7 +393,7 @@ async def test_torch_clients_of_other_hosts_are_not_served(
 
 async def test_torch_clients_of_this_host_are_served(dropped: list[Dropped]) -> None:
     """Without the token, as are clients with it; one with a wrong token is not."""
-    server = StoreServer("127.0.0.1", token=TOKEN, admit_hosts=True, on_drop=dropped.append)
+    server = serving(dropped, token=TOKEN, admit_hosts=True)
     async with server, connected(server) as peer:
         peer.send(encode(wire.ADD, b"/n", 1))
         assert await peer.receive(8) == struct.pack("<q", 1)

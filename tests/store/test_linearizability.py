@@ -14,7 +14,7 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,9 @@ FAULT_S = 1.0
 SUSPENSION_S = 6.0
 """The same where servers are suspended until each client has repeated what it had sent there."""
 
-Fault = Callable[[], Awaitable[None]]
+Fault = tuple[Callable[[], Any], Callable[[], Any]]
+"""What begins it, and what ends it: functions, which may return an awaitable."""
+
 OPS = st.sampled_from(["set", "peek", "cas", "cas", "add"])
 WORK = st.lists(
     st.lists(st.tuples(OPS, st.sampled_from("ab")), min_size=8, max_size=20),
@@ -74,8 +76,7 @@ class Service(NamedTuple):
     """A store under test."""
 
     open: Open
-    faults: tuple[tuple[Fault, Fault], ...] = ()
-    """What begins each fault, and what ends it."""
+    faults: Sequence[Fault] = ()
     suspension: float = 0.0
     """If given, the longest time of a fault, which lasts until each client has gone on."""
     is_excused: Callable[[], bool] = lambda: False
@@ -135,6 +136,11 @@ def test_an_unknown_outcome_may_take_effect_at_any_time_or_never() -> None:
 # ---------------------------------------------------------------------- a recorded history
 
 
+async def carry_out(step: Callable[[], Any]) -> None:
+    if (work := step()) is not None:
+        await work
+
+
 class Injector:
     """Injects faults into a service while clients work."""
 
@@ -172,7 +178,7 @@ class Injector:
             begin, end = self._service.faults[which % len(self._service.faults)]
             self._history.faults += 1
             self._history.is_faulty = True
-            await begin()
+            await carry_out(begin)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._service.suspension or FAULT_S):
                     if self._service.suspension:
@@ -180,7 +186,7 @@ class Injector:
                         await self._wait_each(1000 if is_last else 3)
                     else:
                         await self._wait_count(self._count + 8)
-            await end()
+            await carry_out(end)
             self._history.is_faulty = False
             self._history.faults += 1
 
@@ -240,91 +246,60 @@ async def record(
 @contextlib.asynccontextmanager
 async def memory() -> AsyncIterator[Service]:
     async with MemoryStore() as first:
-
-        @contextlib.asynccontextmanager
-        async def open_store(prefix: str, number: int) -> AsyncIterator[Store]:
-            async with first.another() as store:
-                yield store
-
-        yield Service(open_store)
+        yield Service(lambda prefix, number: first.another())
 
 
 @contextlib.asynccontextmanager
 async def tcp() -> AsyncIterator[Service]:
     async with StoreServer("127.0.0.1") as server, ChaosProxy(server.port) as proxy:
-
-        @contextlib.asynccontextmanager
-        async def open_store(prefix: str, number: int) -> AsyncIterator[Store]:
-            async with connect(proxy.endpoint if number % 2 else server.endpoint) as store:
-                yield store
-
-        yield Service(open_store, (cut(proxy), lose_replies(proxy)))
+        endpoints = server.endpoint, proxy.endpoint
+        faults = (cut(proxy), lose_replies(proxy))
+        yield Service(lambda prefix, number: connect(endpoints[number % 2]), faults)
 
 
-def cut(*proxies: ChaosProxy) -> tuple[Fault, Fault]:
+def cut(*proxies: ChaosProxy) -> Fault:
     """Break all connections."""
 
-    async def begin() -> None:
+    def begin() -> None:
         for proxy in proxies:
             proxy.cut()
 
-    async def end() -> None:
-        pass
-
-    return begin, end
+    return begin, lambda: None
 
 
-def lose_replies(*proxies: ChaosProxy) -> tuple[Fault, Fault]:
+def lose_replies(*proxies: ChaosProxy) -> Fault:
     """Carry out requests without a reply, and break the connections later."""
 
-    async def begin() -> None:
+    def drop_replies(*, is_dropping: bool) -> None:
         for proxy in proxies:
-            proxy.is_dropping_replies = True
+            proxy.is_dropping_replies = is_dropping
+            if not is_dropping:
+                proxy.cut()
 
-    async def end() -> None:
-        for proxy in proxies:
-            proxy.is_dropping_replies = False
-            proxy.cut()
-
-    return begin, end
+    return partial(drop_replies, is_dropping=True), partial(drop_replies, is_dropping=False)
 
 
-def pause(process: etcd.EtcdProcess | redis.RedisProcess) -> tuple[Fault, Fault]:
-    async def begin() -> None:
-        process.send(signal.SIGSTOP)
-
-    async def end() -> None:
-        process.send(signal.SIGCONT)
-
-    return begin, end
+def pause(process: etcd.EtcdProcess | redis.RedisProcess) -> Fault:
+    return partial(process.send, signal.SIGSTOP), partial(process.send, signal.SIGCONT)
 
 
-def kill_member(member: etcd.EtcdProcess, members: list[etcd.EtcdProcess]) -> tuple[Fault, Fault]:
-    async def begin() -> None:
-        member.kill()
-
+def kill_member(member: etcd.EtcdProcess, members: list[etcd.EtcdProcess]) -> Fault:
     async def end() -> None:
         member.start([one.peer for one in members])
         await asyncio.to_thread(member.wait_ready)
 
-    return begin, end
+    return member.kill, end
 
 
-def restart(server: redis.RedisProcess) -> tuple[Fault, Fault]:
-    async def begin() -> None:
-        server.kill()
-
-    async def end() -> None:
-        await asyncio.to_thread(server.start)
-
-    return begin, end
+def restart(server: redis.RedisProcess) -> Fault:
+    return server.kill, lambda: asyncio.to_thread(server.start)
 
 
-def suspend(members: list[etcd.EtcdProcess], used_by: Callable[[], str]) -> tuple[Fault, Fault]:
+def suspend(members: list[etcd.EtcdProcess], used_by: Callable[[], str]) -> Fault:
     """Suspend the member at an endpoint; what it was sent has been carried out at the end."""
     suspended: list[etcd.EtcdProcess] = []
 
-    async def begin() -> None:
+    def begin() -> None:
         suspended.append(next(one for one in members if one.endpoint == used_by()))
         suspended[-1].send(signal.SIGSTOP)
 
@@ -352,12 +327,12 @@ def of_suspended_etcd(members: list[etcd.EtcdProcess]) -> MakeService:
             return stores[number].endpoint
 
         faults = [suspend(members, partial(endpoint_of, number)) for number in range(CLIENTS)]
-        yield Service(open_store, tuple(faults), SUSPENSION_S)
+        yield Service(open_store, faults, SUSPENSION_S)
 
     return make
 
 
-def fail_over(servers: list[redis.RedisProcess]) -> tuple[Fault, Fault]:
+def fail_over(servers: list[redis.RedisProcess]) -> Fault:
     """Suspend the master, and promote the other server, which it follows when it goes on."""
     waiting: list[socket.socket] = []
 
@@ -402,29 +377,9 @@ def of_suspended_redis(servers: list[redis.RedisProcess]) -> MakeService:
 
         await asyncio.to_thread(wait_synced, servers[1], servers[0])
         faults = [fail_over(servers)]
-        yield Service(open_store, tuple(faults), SUSPENSION_S, is_excused)
+        yield Service(open_store, faults, SUSPENSION_S, is_excused)
 
     return make
-
-
-@contextlib.contextmanager
-def served_suspended(kind: str, directory: Path) -> Iterator[MakeService]:
-    """Start servers of an engine that are suspended, one at a time."""
-    if kind == "etcd":
-        if etcd.ETCD is None:
-            pytest.skip(etcd.WHY_NOT)
-        with etcd.etcd_cluster(directory) as members:
-            yield of_suspended_etcd(members)
-        return
-    if redis.REDIS is None:
-        pytest.skip(redis.WHY_NOT)
-    for name in ("a", "b"):
-        (directory / name).mkdir()
-    with (
-        redis.RedisProcess(directory / "a") as first,
-        redis.RedisProcess(directory / "b") as second,
-    ):
-        yield of_suspended_redis([first, second])
 
 
 def of_etcd(members: list[etcd.EtcdProcess]) -> MakeService:
@@ -441,7 +396,7 @@ def of_etcd(members: list[etcd.EtcdProcess]) -> MakeService:
                 at = endpoints[number % 2]
                 return EtcdStore(at, key_prefix=prefix, lost_after=LOST_AFTER_S)
 
-            yield Service(open_store, tuple(faults))
+            yield Service(open_store, faults)
 
     return make
 
@@ -450,35 +405,45 @@ def of_redis(server: redis.RedisProcess) -> MakeService:
     @contextlib.asynccontextmanager
     async def make() -> AsyncIterator[Service]:
         async with ChaosProxy(server.port) as proxy:
-            faults = (cut(proxy), lose_replies(proxy), pause(server), restart(server))
 
             def open_store(prefix: str, number: int) -> RedisStore:
                 at = proxy.endpoint if number % 2 else server.endpoint
                 return RedisStore(at, key_prefix=prefix, lost_after=LOST_AFTER_S)
 
+            faults = (cut(proxy), lose_replies(proxy), pause(server), restart(server))
             yield Service(open_store, faults)
 
     return make
 
 
 @contextlib.contextmanager
-def served(kind: str, directory: Path) -> Iterator[MakeService]:
-    """Start the servers of a kind of store, which persist what they acknowledge."""
-    match kind:
-        case "memory":
-            yield memory
-        case "tcp":
-            yield tcp
-        case "etcd":
-            if etcd.ETCD is None:
-                pytest.skip(etcd.WHY_NOT)
-            with etcd.etcd_cluster(directory) as members:
-                yield of_etcd(members)
-        case "redis":
-            if redis.REDIS is None:
-                pytest.skip(redis.WHY_NOT)
-            with redis.RedisProcess(directory) as server:
-                yield of_redis(server)
+def served(kind: str, directory: Path, *, is_suspended: bool = False) -> Iterator[MakeService]:
+    """Start the servers of a kind of store, which persist what they acknowledge.
+
+    `is_suspended`: the fault of an engine is that its servers are suspended, one at a time.
+    """
+    if kind == "memory":
+        yield memory
+    elif kind == "tcp":
+        yield tcp
+    elif kind == "etcd":
+        if etcd.ETCD is None:
+            pytest.skip(etcd.WHY_NOT)
+        with etcd.etcd_cluster(directory) as members:
+            yield of_suspended_etcd(members) if is_suspended else of_etcd(members)
+    elif redis.REDIS is None:
+        pytest.skip(redis.WHY_NOT)
+    elif is_suspended:
+        for name in ("a", "b"):
+            (directory / name).mkdir()
+        with (
+            redis.RedisProcess(directory / "a") as first,
+            redis.RedisProcess(directory / "b") as second,
+        ):
+            yield of_suspended_redis([first, second])
+    else:
+        with redis.RedisProcess(directory) as server:
+            yield of_redis(server)
 
 
 KINDS = [
@@ -517,7 +482,7 @@ def test_each_key_has_one_order(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["etcd", "redis"])
 def test_each_key_has_one_order_where_servers_are_suspended(kind: str, tmp_path: Path) -> None:
     """A member of etcd goes on with what it was sent; a former master of Redis follows another."""
-    with served_suspended(kind, tmp_path) as make:
+    with served(kind, tmp_path, is_suspended=True) as make:
 
         @settings(quick, max_examples=2 * EXAMPLES)
         @given(work=WRITES, times=SUSPENSIONS)

@@ -8,8 +8,6 @@ import itertools
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -21,9 +19,9 @@ from elastic_aio.store.keyspace import Client, LeaseTable
 from elastic_aio.store.limits import Work
 from elastic_aio.store.replies import CHANGE_CLOSED, CHANGE_DELETED, CHANGE_EXPIRED
 from elastic_aio.store.wire import RequestReader, WireLimits
+from tests.store.peers import program
 from tests.support.chaos import ChaosProxy
 from tests.support.children import until
-from tests.support.cli import environment
 from tests.support.leaks import open_descriptors
 
 _SERVER = """
@@ -42,22 +40,8 @@ asyncio.run(main())
 @contextlib.asynccontextmanager
 async def server_process() -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     """Run a server in another process; yield the process and the endpoint."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        _SERVER,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=environment(),
-    )
-    assert process.stdout is not None
-    try:
-        yield process, (await process.stdout.readline()).decode().strip()
-    finally:
-        if process.returncode is None:
-            process.send_signal(signal.SIGCONT)
-            process.kill()
-        await process.communicate()
+    async with program(_SERVER) as (process, printed):
+        yield process, (await printed.readline()).decode().strip()
 
 
 def pinging(endpoint: str, reply_timeout: float = 0.7) -> RemoteStore:

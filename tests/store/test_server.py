@@ -8,7 +8,7 @@ import gc
 import itertools
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -17,7 +17,6 @@ from elastic_aio.errors import HostError, SpecError, StoreLost, StoreRefused
 from elastic_aio.store import (
     Dropped,
     RemoteStore,
-    ServerLimits,
     StoreServer,
     connect,
     replies,
@@ -27,55 +26,10 @@ from elastic_aio.store.connection import Connection
 from elastic_aio.store.keyspace import Keyspace
 from elastic_aio.store.limits import KeyspaceLimits
 from elastic_aio.store.wire import OPENING, RequestReader, WireLimits, encode
+from tests.store.peers import connected, serving
+from tests.support.children import until
 
 pytestmark = pytest.mark.both_loops
-
-
-class Peer:
-    """A raw client."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader = reader
-        self.writer = writer
-
-    def send(self, data: bytes) -> None:
-        self.writer.write(data)
-
-    async def receive(self, count: int) -> bytes:
-        async with asyncio.timeout(10):
-            return await self.reader.readexactly(count)
-
-    async def ended(self) -> bytes:
-        """Wait for the end of the connection; return what came before."""
-        async with asyncio.timeout(10):
-            with contextlib.suppress(ConnectionError):
-                return await self.reader.read()
-            return b""
-
-    async def settled(self) -> None:
-        """Wait until the server has served what was sent."""
-        self.send(encode(wire.PING, b"", 7))
-        assert await self.receive(4) == struct.pack("<I", 7)
-
-
-@contextlib.asynccontextmanager
-async def connected(server: StoreServer, opening: bytes = OPENING) -> AsyncIterator[Peer]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(opening)
-    try:
-        yield Peer(reader, writer)
-    finally:
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
-
-
-def limited(dropped: list[Dropped], **limits: object) -> StoreServer:
-    return StoreServer(
-        "127.0.0.1",
-        limits=ServerLimits(**limits),  # type: ignore[arg-type]  # checked by each test
-        on_drop=dropped.append,
-    )
 
 
 @pytest.mark.parametrize(
@@ -116,7 +70,7 @@ async def test_requests_before_garbage_are_served(
 async def test_the_handshake_has_a_timeout(dropped: list[Dropped]) -> None:
     """Connections that send nothing, or half of the opening, are closed after 0.1 s."""
     async with (
-        limited(dropped, handshake_timeout=0.1) as server,
+        serving(dropped, handshake_timeout=0.1) as server,
         connected(server, b"") as one,
         connected(server, OPENING[:3]) as two,
         connected(server) as three,
@@ -129,12 +83,7 @@ async def test_the_handshake_has_a_timeout(dropped: list[Dropped]) -> None:
 
 async def test_authentication_has_a_timeout(dropped: list[Dropped]) -> None:
     """Pings without the token do not extend it."""
-    server = StoreServer(
-        "127.0.0.1",
-        token="token-of-this-test",
-        limits=ServerLimits(handshake_timeout=0.2),
-        on_drop=dropped.append,
-    )
+    server = serving(dropped, token="token-of-this-test", handshake_timeout=0.2)
     async with server, connected(server) as peer:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while True:
@@ -146,7 +95,7 @@ async def test_authentication_has_a_timeout(dropped: list[Dropped]) -> None:
 async def test_an_unfinished_request_has_a_timeout(dropped: list[Dropped]) -> None:
     """A client that completes its requests within it, however split, is not closed."""
     async with (
-        limited(dropped, stall_timeout=0.15) as server,
+        serving(dropped, stall_timeout=0.15) as server,
         connected(server) as slow,
         connected(server) as steady,
     ):
@@ -164,28 +113,32 @@ async def test_an_unfinished_request_has_a_timeout(dropped: list[Dropped]) -> No
 
 async def test_unfinished_requests_together_are_bounded(dropped: list[Dropped]) -> None:
     """Each is below its own limit."""
-    async with limited(dropped, buffered=3_000_000) as server, contextlib.AsyncExitStack() as stack:
+    async with serving(dropped, buffered=3_000_000) as server, contextlib.AsyncExitStack() as stack:
         frame = encode(wire.SET, b"/k", bytes(1_000_000))[:-1]
         peers = []
         for _ in range(4):
             peers.append(await stack.enter_async_context(connected(server)))
             await peers[-1].settled()
             peers[-1].send(frame)
-            while server.service.buffers.size < len(frame) * min(len(peers), 2) and not dropped:
-                await asyncio.sleep(0.001)  # nothing tells that bytes have arrived
-        while not dropped:
-            await asyncio.sleep(0.001)
+            await until(
+                lambda: (
+                    not (
+                        server.service.buffers.size < len(frame) * min(len(peers), 2)
+                        and not dropped
+                    )
+                )
+            )
+        await until(lambda: dropped)
         assert all("holds the most" in drop.reason for drop in dropped)
         await stack.aclose()
-        while server.connection_count:
-            await asyncio.sleep(0.001)
+        await until(lambda: not server.connection_count)
         assert server.service.buffers.size == 0
 
 
 async def test_a_peer_that_does_not_read_is_not_read_either(dropped: list[Dropped]) -> None:
     """Its replies do not accumulate, and after 0.3 s it is closed."""
-    async with limited(dropped, stall_timeout=0.3) as server, connected(server) as peer:
-        peer.writer.transport.pause_reading()  # type: ignore[attr-defined]  # a read transport
+    async with serving(dropped, stall_timeout=0.3) as server, connected(server) as peer:
+        peer.pause()
         value = bytes(1 << 20)
         peer.send(encode(wire.SET, b"/k", value))
         request = encode(wire.GET, b"/k", None)
@@ -231,12 +184,11 @@ async def test_notifications_for_a_peer_that_does_not_read_are_bounded(
     dropped: list[Dropped],
 ) -> None:
     """It is closed above 1 MiB."""
-    async with limited(dropped, unsent=1 << 20) as server, connected(server) as peer:
-        peer.send(encode(wire.HELLO, b"", wire.VERSION))
-        await peer.receive(33)
+    async with serving(dropped, unsent=1 << 20) as server, connected(server) as peer:
+        await peer.enter_tagged()
         peer.send(encode(wire.WATCH_PREFIX, b"/", -1, 1))
         await peer.receive(9)
-        peer.writer.transport.pause_reading()  # type: ignore[attr-defined]  # a read transport
+        peer.pause()
         async with connect(server.endpoint) as store:
             for _ in range(200):
                 await store.set("big", bytes(1 << 18))
@@ -247,23 +199,22 @@ async def test_notifications_for_a_peer_that_does_not_read_are_bounded(
 
 async def test_connections_are_limited(dropped: list[Dropped]) -> None:
     """The third of two is closed; after one has closed, another is served."""
-    async with limited(dropped, connections=2) as server:
+    async with serving(dropped, connections=2) as server:
         async with connected(server) as one, connected(server) as two:
             await one.settled()
             await two.settled()
             async with connected(server) as three:
                 await three.ended()
             assert [drop.reason for drop in dropped] == ["is one connection too many"]
-        while server.connection_count:
-            await asyncio.sleep(0.001)  # until the server has closed the connections
+        await until(lambda: not server.connection_count)
         async with connected(server) as four:
             await four.settled()
 
 
 async def test_waits_and_sizes_are_limited(dropped: list[Dropped]) -> None:
     """A peer that exceeds a limit is disconnected."""
-    limits = {"keyspace": KeyspaceLimits(waits=1), "wire": WireLimits(value=10)}
-    async with limited(dropped, **limits) as server:
+    keyspace, sizes = KeyspaceLimits(waits=1), WireLimits(value=10)
+    async with serving(dropped, keyspace=keyspace, wire=sizes) as server:
         async with connected(server) as peer:
             peer.send(encode(wire.WAIT, b"", (b"/a", b"/b")))
             await peer.ended()
@@ -280,8 +231,7 @@ async def test_a_wait_ends_with_its_connection(server: StoreServer) -> None:
         peer.send(encode(wire.WAIT, b"", (b"/a", b"/b")))
         await peer.settled()
         assert server.keyspace.waits.count == 2
-    while server.connection_count:
-        await asyncio.sleep(0.001)  # until the server has closed the connection
+    await until(lambda: not server.connection_count)
     assert server.keyspace.waits.count == 0
 
 
@@ -296,8 +246,7 @@ async def test_dropped_connections_leak_nothing(
             await asyncio.sleep(0)
     async with connected(server, b"nonsense") as peer:
         await peer.ended()
-    while server.connection_count:
-        await asyncio.sleep(0.001)
+    await until(lambda: not server.connection_count)
     assert server.service.buffers.size == 0
     assert len(dropped) == 1
     await asyncio.sleep(0)  # the transport releases its protocol after connection_lost
@@ -365,7 +314,7 @@ async def test_families(host: str | None) -> None:
 async def test_closing_ends_connections_and_is_bounded(server: StoreServer) -> None:
     """Even if a peer does not read its replies."""
     async with connected(server) as peer:
-        peer.writer.transport.pause_reading()  # type: ignore[attr-defined]  # a read transport
+        peer.pause()
         peer.send(encode(wire.SET, b"/k", bytes(8 << 20)))
         peer.send(encode(wire.GET, b"/k", None) * 20)
         while not any(connection._is_paused for connection in server.service.connections):
@@ -447,7 +396,7 @@ async def test_many_values_are_read_in_parts(
 ) -> None:
     """Other clients are served between; later requests of the same client wait."""
     items = {f"k{number}": b"%d" % number for number in range(10_000)}
-    async with limited(dropped) as server, connect(server.endpoint) as store:
+    async with serving(dropped) as server, connect(server.endpoint) as store:
         await store.multi_set(items)
         values, pong = await asyncio.gather(store.multi_get(items), store.ping())
         assert values == list(items.values())
@@ -464,7 +413,7 @@ async def test_many_values_are_read_in_parts(
 
 async def test_many_values_of_which_one_is_missing(dropped: list[Dropped]) -> None:
     names = [f"k{number}" for number in range(5_000)]
-    async with limited(dropped) as server, connect(server.endpoint) as store:
+    async with serving(dropped) as server, connect(server.endpoint) as store:
         await store.multi_set({name: name for name in names[:-1]})
         waiting = asyncio.create_task(store.multi_get(names))
         async with asyncio.timeout(30):
@@ -493,7 +442,7 @@ async def test_many_names_are_encoded_in_parts(
 ) -> None:
     """They are those of one moment; later requests of the same client wait."""
     names = [f"k{number}" for number in range(5_000)]
-    async with limited(dropped) as server, connect(server.endpoint) as store:
+    async with serving(dropped) as server, connect(server.endpoint) as store:
         await store.multi_set(dict.fromkeys(names, b""))
         listed = asyncio.create_task(store.list_keys())
         later = asyncio.create_task(store.num_keys())
@@ -518,7 +467,7 @@ async def test_a_large_snapshot_is_encoded_in_parts(
 ) -> None:
     """Changes that are made meanwhile follow it."""
     items = {f"n/{number}": b"%d" % number for number in range(5_000)}
-    async with limited(dropped) as server, connect(server.endpoint) as store:
+    async with serving(dropped) as server, connect(server.endpoint) as store:
         await store.multi_set(items)
         block = store.watch("n/", is_prefix=True)
         opening = asyncio.create_task(block.__aenter__())
@@ -542,7 +491,7 @@ async def test_changes_while_a_snapshot_is_read_are_in_it(
     dropped: list[Dropped], encoded_at_once: list[int]
 ) -> None:
     items = {f"n/{number}": b"%d" % number for number in range(5_000)}
-    async with limited(dropped) as server, connect(server.endpoint) as store:
+    async with serving(dropped) as server, connect(server.endpoint) as store:
         await store.multi_set(items)
         block = store.watch("n/", is_prefix=True)
         opening = asyncio.create_task(block.__aenter__())
@@ -569,7 +518,7 @@ async def test_changes_while_a_snapshot_is_read_are_in_it(
 async def test_a_snapshot_is_limited(dropped: list[Dropped]) -> None:
     """What is too large is refused, and leaves no watch."""
     limits = KeyspaceLimits(reply=100_000)
-    async with limited(dropped, keyspace=limits) as server, connect(server.endpoint) as store:
+    async with serving(dropped, keyspace=limits) as server, connect(server.endpoint) as store:
         await store.multi_set({f"n/{number}": bytes(100) for number in range(3_000)})
         with pytest.raises(StoreRefused, match="the limit is 100000 bytes"):
             async with store.watch("n/", is_prefix=True):
@@ -591,10 +540,8 @@ async def test_the_changes_of_a_continued_watch_are_sent_in_parts(
         return encode_change(change)
 
     async with connected(server) as peer, connected(server) as other:
-        hello = struct.calcsize("<16s16s?")
         for one in (peer, other):
-            one.send(encode(wire.HELLO, b"", wire.VERSION))
-            await one.receive(hello)
+            await one.enter_tagged()
         peer.send(encode(wire.WATCH_PREFIX, b"/n/", -1, 1))
         await peer.receive(9 + 17)
         for number in range(5_000):
@@ -653,7 +600,7 @@ async def test_the_waits_of_a_lost_client_end_in_parts(server: StoreServer) -> N
 async def test_the_values_of_many_keys_are_limited(dropped: list[Dropped]) -> None:
     keys = tuple(b"/k%d" % number for number in range(3_000))
     limits = KeyspaceLimits(reply=100_000)
-    async with limited(dropped, keyspace=limits) as server, connect(server.endpoint) as store:
+    async with serving(dropped, keyspace=limits) as server, connect(server.endpoint) as store:
         await store.multi_set({key[1:].decode(): bytes(100) for key in keys})
         with pytest.raises(StoreRefused, match="the limit is 100000 bytes"):
             await store.multi_get([key[1:].decode() for key in keys])

@@ -12,24 +12,24 @@ import shutil
 import socket
 import ssl
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from elastic_aio.errors import SpecError, StoreRefused, StoreTimeout
 from elastic_aio.spec.tls import TlsSpec
-from elastic_aio.store import ChangeKind, Dropped, ServerLimits, StoreServer, connect, wire
+from elastic_aio.store import ChangeKind, Dropped, StoreServer, connect, wire
 from elastic_aio.store.tls import TlsContext, TlsTransport, check_tls
-from elastic_aio.store.wire import OPENING, encode
+from elastic_aio.store.wire import encode
+from tests.store.peers import MIB, Peer, connected, serving
 from tests.support.certificates import Authority
 from tests.support.children import until
 
 pytestmark = pytest.mark.both_loops
 
-MIB = 1 << 20
 TOKEN = "token-of-this-test"
 FORGED = b"\x17\x03\x03\x00\x20" + bytes(32)
 """A record that the peer has not encrypted."""
@@ -47,16 +47,6 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory, authority: Authority) ->
     return Authority(tmp_path_factory.mktemp("elsewhere"), "elsewhere").issue()
 
 
-@contextlib.asynccontextmanager
-async def serving(
-    tls: TlsSpec | None, dropped: list[Dropped], token: str | None = None, **limits: Any
-) -> AsyncIterator[StoreServer]:
-    limit = ServerLimits(**limits)
-    server = StoreServer("127.0.0.1", tls=tls, token=token, limits=limit, on_drop=dropped.append)
-    async with server:
-        yield server
-
-
 async def refusal(server: StoreServer, tls: TlsSpec | None) -> str:
     """Return why a client is refused, at its first attempt."""
     with pytest.raises(StoreRefused) as raised:
@@ -72,7 +62,7 @@ async def test_both_sides_have_certificates(
     """With the token as well: values of any size, waits, leases and watches."""
     value = os.urandom(5 * MIB)
     async with (
-        serving(node, dropped, token) as server,
+        serving(dropped, tls=node, token=token) as server,
         connect(server.endpoint, tls=node, token=token) as store,
         connect(server.endpoint, tls=node, token=token) as other,
     ):
@@ -86,7 +76,7 @@ async def test_both_sides_have_certificates(
 
 
 async def test_a_token_is_checked_over_tls_too(node: TlsSpec, dropped: list[Dropped]) -> None:
-    async with serving(node, dropped, TOKEN) as server:
+    async with serving(dropped, tls=node, token=TOKEN) as server:
         assert await refusal(server, node) == "the store asks for a token"
         with pytest.raises(StoreRefused, match="the token is wrong"):
             await connect(server.endpoint, tls=node, token="guess-of-this-test").__aenter__()
@@ -94,7 +84,7 @@ async def test_a_token_is_checked_over_tls_too(node: TlsSpec, dropped: list[Drop
 
 async def test_without_client_auth_a_ca_is_enough(node: TlsSpec, dropped: list[Dropped]) -> None:
     async with (
-        serving(replace(node, client_auth=False), dropped) as server,
+        serving(dropped, tls=replace(node, client_auth=False)) as server,
         connect(server.endpoint, tls=TlsSpec(ca=node.ca)) as store,
     ):
         assert await store.add("n") == 1
@@ -105,7 +95,7 @@ async def test_the_name_of_the_server_is_checked(
 ) -> None:
     """`tls_server_name` stands for an address that the certificate does not have."""
     named = authority.issue("DNS:store.example")
-    async with serving(named, dropped) as server:
+    async with serving(dropped, tls=named) as server:
         why = await refusal(server, named)
         assert why == (
             "the certificate of the store is refused: IP address mismatch, certificate is not"
@@ -197,55 +187,39 @@ async def test_each_side_says_in_one_line_why_it_refuses_the_other(
         "expired": authority.issue(is_expired=True),
         "for servers": authority.issue(usage="serverAuth"),
     }
-    async with serving(sides[server_side], dropped) as server:
+    async with serving(dropped, tls=sides[server_side]) as server:
         assert await refusal(server, sides[client_side]) == why
         await until(lambda: dropped)
         assert [drop.reason for drop in dropped] == [reason]
         await until(lambda: server.connection_count == 0)
 
 
-class RawPeer:
-    """A client with TLS of asyncio's own, which shows each byte."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
-
-    @classmethod
-    @contextlib.asynccontextmanager
-    async def connected(cls, server: StoreServer, tls: TlsSpec) -> AsyncIterator[RawPeer]:
-        context = TlsContext(tls, is_server=False).current()
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port, ssl=context)
-        try:
-            yield cls(reader, writer)
-        finally:
-            writer.close()
-            with contextlib.suppress(ConnectionError, ssl.SSLError):
-                await writer.wait_closed()
+def over_tls(server: StoreServer, tls: TlsSpec) -> AbstractAsyncContextManager[Peer]:
+    """Connect by asyncio's own TLS, which shows each byte."""
+    return connected(server, context=TlsContext(tls, is_server=False).current())
 
 
 async def test_a_client_that_does_not_read_occupies_little(
     node: TlsSpec, dropped: list[Dropped]
 ) -> None:
     """The server stops reading its requests, and serves it as soon as it reads."""
-    async with serving(node, dropped) as server, RawPeer.connected(server, node) as peer:
+    async with serving(dropped, tls=node) as server, over_tls(server, node) as peer:
         server.keyspace.set(b"/k", os.urandom(MIB))
-        peer.writer.transport.pause_reading()  # type: ignore[attr-defined]  # a read transport
-        peer.writer.write(OPENING + encode(wire.GET, b"/k", None) * 60)
+        peer.pause()
+        peer.send(encode(wire.GET, b"/k", None) * 60)
         await until(lambda: any(one._is_paused for one in server.service.connections))
         assert server.service.buffers.size < 4 * MIB
-        peer.writer.transport.resume_reading()  # type: ignore[attr-defined]  # as above
-        async with asyncio.timeout(30):
-            for _ in range(60):
-                assert await peer.reader.readexactly(8) == struct.pack("<Q", MIB)
-                await peer.reader.readexactly(MIB)
+        peer.resume()
+        for _ in range(60):
+            assert await peer.receive(8) == struct.pack("<Q", MIB)
+            await peer.receive(MIB)
         assert dropped == []
 
 
 async def test_the_end_of_the_stream_is_sent(node: TlsSpec, dropped: list[Dropped]) -> None:
     """So that a reader can tell it from a broken connection."""
-    async with serving(node, dropped) as server, RawPeer.connected(server, node) as peer:
-        peer.writer.write(OPENING + encode(wire.PING, b"", 7))
-        assert await peer.reader.readexactly(4) == struct.pack("<I", 7)
+    async with serving(dropped, tls=node) as server, over_tls(server, node) as peer:
+        await peer.settled()
         await server.aclose()
         assert await peer.reader.read() == b""
 
@@ -257,7 +231,7 @@ async def test_the_end_of_a_process_differs_from_a_reset(
 ) -> None:
     """The kernel of one that was killed sends the end of the connection, and nothing of TLS."""
     async with (
-        serving(node, dropped) as server,
+        serving(dropped, tls=node) as server,
         connect(server.endpoint, tls=node) as store,
         store.watch("k") as watch,
         connect(server.endpoint, tls=node, reconnect_for=0) as holder,
@@ -404,18 +378,6 @@ def hello_of_a_client() -> bytes:
     return outgoing.read()
 
 
-@contextlib.asynccontextmanager
-async def half_open(server: StoreServer, data: bytes) -> AsyncIterator[asyncio.StreamReader]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(data)
-    try:
-        yield reader
-    finally:
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [0, 100, None])
 async def test_a_handshake_has_a_deadline(
@@ -423,13 +385,10 @@ async def test_a_handshake_has_a_deadline(
 ) -> None:
     """Of a client that sends nothing, a part of its first message, or no answer to ours."""
     async with (
-        serving(node, dropped, handshake_timeout=0.3) as server,
-        half_open(server, hello_of_a_client()[:size]) as reader,
+        serving(dropped, tls=node, handshake_timeout=0.3) as server,
+        connected(server, hello_of_a_client()[:size]) as peer,
     ):
-        async with asyncio.timeout(20):
-            with contextlib.suppress(ConnectionError):
-                while await reader.read(MIB):
-                    pass
+        await peer.ended()
         await until(lambda: server.connection_count == 0)
         assert [drop.reason for drop in dropped] == ["did not complete the handshake in time"]
 
@@ -437,13 +396,13 @@ async def test_a_handshake_has_a_deadline(
 async def test_an_unfinished_handshake_makes_room(node: TlsSpec, dropped: list[Dropped]) -> None:
     """Clients that have completed theirs are never closed for others."""
     async with (
-        serving(node, dropped, connections=3) as server,
+        serving(dropped, tls=node, connections=3) as server,
         connect(server.endpoint, tls=node) as store,
         contextlib.AsyncExitStack() as stack,
     ):
         await store.add("n")
         for _ in range(5):
-            await stack.enter_async_context(half_open(server, hello_of_a_client()))
+            await stack.enter_async_context(connected(server, hello_of_a_client()))
         await until(lambda: len(dropped) == 3)
         async with connect(server.endpoint, tls=node) as other:
             assert await other.add("n") == 2
@@ -467,11 +426,8 @@ async def test_an_unfinished_handshake_makes_room(node: TlsSpec, dropped: list[D
 async def test_garbage_ends_the_connection(
     node: TlsSpec, dropped: list[Dropped], data: bytes
 ) -> None:
-    async with serving(node, dropped) as server, half_open(server, data) as reader:
-        async with asyncio.timeout(20):
-            with contextlib.suppress(ConnectionError):
-                while await reader.read(MIB):
-                    pass
+    async with serving(dropped, tls=node) as server, connected(server, data) as peer:
+        await peer.ended()
         await until(lambda: dropped)
         assert len(dropped) == 1
         async with connect(server.endpoint, tls=node) as store:
@@ -517,7 +473,7 @@ async def test_a_client_reconnects_with_renewed_certificates(
             (tmp_path / "new").rename(getattr(paths, name))
 
     install(node)
-    async with serving(paths, dropped) as server, connect(server.endpoint, tls=paths) as store:
+    async with serving(dropped, tls=paths) as server, connect(server.endpoint, tls=paths) as store:
         await store.set("k", "v")
         install(elsewhere, "key")
         async with connect(server.endpoint, tls=node) as other:

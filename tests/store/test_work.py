@@ -14,24 +14,17 @@ from elastic_aio.errors import StoreRefused
 from elastic_aio.store import Dropped, KeyspaceLimits, StoreServer, connect, replies, wire
 from elastic_aio.store.keyspace import Keyspace
 from elastic_aio.store.wire import encode
+from tests.store.peers import connected, serving
 from tests.store.test_keyspace import RecordingClient
-from tests.store.test_limits import pause
-from tests.store.test_server import Peer, connected, limited
 from tests.support.children import until
 
 pytestmark = pytest.mark.both_loops
 
 
-async def tagged_peer(peer: Peer) -> None:
-    """Enter the tagged dialect."""
-    peer.send(encode(wire.HELLO, b"", wire.VERSION))
-    await peer.receive(struct.calcsize("<16s16s?"))
-
-
 async def test_watches_waits_and_leases_of_a_client_are_limited(dropped: list[Dropped]) -> None:
     """An error reply, after which the client goes on; others have limits of their own."""
     limits = KeyspaceLimits(watches_each=2, waits_each=2, leases_each=2)
-    async with limited(dropped, keyspace=limits) as server, contextlib.AsyncExitStack() as stack:
+    async with serving(dropped, keyspace=limits) as server, contextlib.AsyncExitStack() as stack:
         store, other = [await stack.enter_async_context(connect(server.endpoint)) for _ in "12"]
         for name in "ab":
             await stack.enter_async_context(store.watch(name))
@@ -50,8 +43,8 @@ async def test_watches_waits_and_leases_of_a_client_are_limited(dropped: list[Dr
 
 async def test_a_batch_is_divided_by_the_notifications_it_causes(dropped: list[Dropped]) -> None:
     """Another client is served between 100 SETs with 1,024 watches; replies stay in order."""
-    async with limited(dropped) as server, connected(server) as peer, connected(server) as other:
-        await tagged_peer(peer)
+    async with serving(dropped) as server, connected(server) as peer, connected(server) as other:
+        await peer.enter_tagged()
         watches = [encode(wire.WATCH_KEY, b"/k", -1, tag) for tag in range(1_024)]
         peer.send(b"".join(watches))
         await peer.receive(1_024 * (9 + 17))
@@ -83,11 +76,11 @@ async def test_a_batch_ends_with_its_connection(
     dropped: list[Dropped],
 ) -> None:
     """The client that does not read its notifications is dropped in the middle of a batch."""
-    async with limited(dropped, unsent=1 << 20) as server, connected(server) as peer:
-        await tagged_peer(peer)
+    async with serving(dropped, unsent=1 << 20) as server, connected(server) as peer:
+        await peer.enter_tagged()
         peer.send(b"".join(encode(wire.WATCH_KEY, b"/k", -1, tag) for tag in range(500)))
         await peer.receive(500 * (9 + 17))
-        pause(peer)
+        peer.pause()
         value = bytes(60_000)
         sets = [encode(wire.SET, b"/k", value, 1_000) for _ in range(1_000)]
         peer.send(b"".join(sets) + encode(wire.SET, b"/end", b"", 1_000))
@@ -105,8 +98,8 @@ async def test_a_push_does_not_look_at_waits_for_a_value(server: StoreServer) ->
             raise AssertionError("waits for a value are looked at")
 
     async with connected(server) as peer, connected(server) as popper:
-        await tagged_peer(peer)
-        await tagged_peer(popper)
+        await peer.enter_tagged()
+        await popper.enter_tagged()
         peer.send(b"".join(encode(wire.GET_WHEN_SET, b"", (b"/k",), n) for n in range(2_000)))
         await until(lambda: server.keyspace.waits.count == 2_000)
         popper.send(b"".join(encode(wire.POP_WHEN_PUSHED, b"/k", None, n) for n in range(3)))
@@ -122,10 +115,10 @@ async def test_a_push_does_not_look_at_waits_for_a_value(server: StoreServer) ->
 async def test_departed_leases_are_bounded(dropped: list[Dropped]) -> None:
     """Clients grant leases that linger for an hour, and leave: the oldest end first."""
     limits = KeyspaceLimits(departed=5)
-    async with limited(dropped, keyspace=limits) as server:
+    async with serving(dropped, keyspace=limits) as server:
         for number in range(4):
             async with connected(server) as peer:
-                await tagged_peer(peer)
+                await peer.enter_tagged()
                 grant = encode(wire.GRANT_LEASE, b"", (60_000, 3_600_000), 1)
                 peer.send(grant + grant)
                 lease_ids = [(await peer.receive(9 + 8 + 16))[17:] for _ in range(2)]
@@ -143,7 +136,7 @@ async def test_the_keys_of_an_ended_lease_are_removed_in_parts(server: StoreServ
     """A key that is written anew meanwhile stays."""
     counts = [5_000]
     async with connected(server) as peer:
-        await tagged_peer(peer)
+        await peer.enter_tagged()
         peer.send(encode(wire.GRANT_LEASE, b"", (60_000, 0), 1))
         lease_id = (await peer.receive(9 + 8 + 16))[17:]
         sets = [encode(wire.LEASED_SET, b"/%d" % n, (b"", lease_id), 2) for n in range(5_000)]
@@ -169,7 +162,7 @@ async def test_leases_that_expire_together_end_in_parts() -> None:
     ):
         for _ in range(3):
             peer = await stack.enter_async_context(connected(server))
-            await tagged_peer(peer)
+            await peer.enter_tagged()
             grants = [encode(wire.GRANT_LEASE, b"", (300, 0), n) for n in range(1_000)]
             peer.send(b"".join(grants))
             await peer.receive(1_000 * 33)
@@ -188,7 +181,7 @@ async def test_a_wait_for_many_keys_begins_and_ends_in_parts(server: StoreServer
     keys = tuple(b"/%d" % number for number in range(10_000))
     waits = server.keyspace.waits
     async with connected(server) as peer, connect(server.endpoint) as store:
-        await tagged_peer(peer)
+        await peer.enter_tagged()
         peer.send(encode(wire.WAIT, b"", keys, 1))
         counts = [0]
         while counts[-1] < 9_999:
@@ -212,7 +205,7 @@ async def test_a_wait_for_many_keys_begins_and_ends_in_parts(server: StoreServer
 
 async def test_a_multi_set_of_many_keys_is_all_or_nothing(dropped: list[Dropped]) -> None:
     limits = KeyspaceLimits(stored=1_000_000)
-    async with limited(dropped, keyspace=limits) as server, connect(server.endpoint) as store:
+    async with serving(dropped, keyspace=limits) as server, connect(server.endpoint) as store:
         items = {f"{number}": "v" for number in range(10_000)}
         with pytest.raises(StoreRefused, match="the store is full"):
             await store.multi_set(items)
@@ -225,7 +218,7 @@ async def test_a_multi_set_of_many_keys_is_all_or_nothing(dropped: list[Dropped]
 async def test_a_client_whose_reading_is_resumed_was_not_silent(server: StoreServer) -> None:
     """Its lease lives while its requests wait for others, and `ttl` from then on."""
     async with connected(server) as peer:
-        await tagged_peer(peer)
+        await peer.enter_tagged()
         peer.send(encode(wire.GRANT_LEASE, b"", (60_000, 0), 1))
         await peer.receive(33)
         (connection,) = server.service.connections
@@ -244,7 +237,7 @@ async def test_a_client_whose_reading_is_resumed_was_not_silent(server: StoreSer
 async def test_a_multi_set_in_parts_takes_turns_with_other_work(server: StoreServer) -> None:
     """With that of a client which sets a key that it watches 1,024 times."""
     async with connected(server) as peer, connect(server.endpoint) as store:
-        await tagged_peer(peer)
+        await peer.enter_tagged()
         peer.send(b"".join(encode(wire.WATCH_KEY, b"/k", -1, tag) for tag in range(1_024)))
         await peer.receive(1_024 * (9 + 17))
         peer.send(b"".join(encode(wire.SET, b"/k", b"%d" % n, 2_000) for n in range(200)))
@@ -279,7 +272,7 @@ async def test_many_keys_are_looked_up_in_parts(
         server.keyspace.set(b"absent", b"")
         server.service.flush()
         assert await peer.receive(1) == b"\0"
-        await tagged_peer(peer)
+        await peer.enter_tagged()
         peer.send(encode(wire.CHECK, b"", (*keys, b"x"), 1) + encode(wire.WAIT, b"", keys, 2))
         for tag in (1, 2):
             assert await peer.receive(10) == struct.pack("<IBIB", tag, 0, 1, tag == 1)
@@ -322,7 +315,7 @@ async def test_large_values_are_read_and_set_off_in_parts(
 
 async def test_large_notifications_are_more_work(server: StoreServer) -> None:
     async with connected(server) as peer:
-        await tagged_peer(peer)
+        await peer.enter_tagged()
         peer.send(b"".join(encode(wire.WATCH_KEY, b"/k", -1, tag) for tag in range(200)))
         await peer.receive(200 * (9 + 17))
         server.keyspace.work.begin(lambda: None)
