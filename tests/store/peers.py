@@ -9,7 +9,10 @@ import ssl
 import struct
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
 
 from elastic_aio.spec.tls import TlsSpec
 from elastic_aio.store import Dropped, ServerLimits, StoreServer, wire
@@ -117,3 +120,21 @@ async def program(
             process.send_signal(signal.SIGCONT)
             process.kill()
         await process.communicate()
+
+
+def note_sizes(
+    patch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    size_of: Callable[..., int] = lambda *args: len(args[-1]),
+) -> list[int]:
+    """Note the size of the last argument at each call of a function."""
+    sizes: list[int] = []
+    function = getattr(owner, name)
+
+    def note(*args: Any) -> Any:
+        sizes.append(size_of(*args))
+        return function(*args)
+
+    patch.setattr(owner, name, note)
+    return sizes

@@ -141,10 +141,7 @@ async def test_snapshots_of_one_burst_are_limited(dropped: list[Dropped]) -> Non
         assert server.service.buffers.size < 4 * MIB
         peer.resume()
         for tag in range(100):
-            head = struct.Struct("<IBI")
-            reply_tag, status, size = head.unpack(await peer.receive(head.size))
-            assert (reply_tag, status) == (tag, replies.NOTIFY)
-            await peer.receive(size)
+            assert (await peer.receive_tagged())[:2] == (tag, replies.NOTIFY)
         assert dropped == []
 
 

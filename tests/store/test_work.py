@@ -14,7 +14,7 @@ from elastic_aio.errors import StoreRefused
 from elastic_aio.store import Dropped, KeyspaceLimits, StoreServer, connect, replies, wire
 from elastic_aio.store.keyspace import Keyspace
 from elastic_aio.store.wire import encode
-from tests.store.peers import connected, serving
+from tests.store.peers import connected, note_sizes, serving
 from tests.store.test_keyspace import RecordingClient
 from tests.support.children import until
 
@@ -60,8 +60,7 @@ async def test_a_batch_is_divided_by_the_notifications_it_causes(dropped: list[D
         revisions: dict[int, list[int]] = {}
         done: list[int] = []
         while len(done) < 100 or len(revisions[1_023]) < 100:
-            tag, _, size = struct.unpack("<IBI", await peer.receive(9))
-            reply = await peer.receive(size)
+            tag, _, reply = await peer.receive_tagged()
             if tag >= 2_000:
                 done.append(tag)
             else:
@@ -250,14 +249,7 @@ async def test_many_keys_are_looked_up_in_parts(
     server: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By CHECK and WAIT, in both dialects."""
-    counts: list[int] = []
-    missing = Keyspace.missing
-
-    def count(keyspace: Keyspace, keys: Any) -> list[bytes]:
-        counts.append(len(keys))
-        return missing(keyspace, keys)
-
-    monkeypatch.setattr(Keyspace, "missing", count)
+    counts = note_sizes(monkeypatch, Keyspace, "missing")
     keys = tuple(b"%d" % number for number in range(5_000))
     server.keyspace.multi_set(b"", [(key, b"") for key in keys])
     async with connected(server) as peer:
@@ -284,19 +276,8 @@ async def test_large_values_are_read_and_set_off_in_parts(
     server: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thousand of 10 kB at once, or when the last is set; also in a snapshot."""
-    most = [0]
-    multi_get, encode_items = Keyspace.multi_get, replies.encode_items
-
-    def read(keyspace: Keyspace, _: bytes, keys: Any) -> list[bytes]:
-        most.append(len(keys))
-        return multi_get(keyspace, b"", keys)
-
-    def encoded(op: int, items: Any) -> bytes:
-        most.append(len(items))
-        return encode_items(op, items)
-
-    monkeypatch.setattr(Keyspace, "multi_get", read)
-    monkeypatch.setattr(replies, "encode_items", encoded)
+    read = note_sizes(monkeypatch, Keyspace, "multi_get")
+    encoded = note_sizes(monkeypatch, replies, "encode_items")
     names, value = [f"n/{number}" for number in range(1_000)], bytes(10_000)
     async with connect(server.endpoint) as store:
         waiting = asyncio.create_task(store.multi_get(names))
@@ -309,8 +290,8 @@ async def test_large_values_are_read_and_set_off_in_parts(
         async with connected(server) as peer:
             peer.send(encode(wire.MULTI_GET, b"", tuple(f"/{name}".encode() for name in names)))
             assert await peer.receive(1_000 * 10_008) == wire.sized(value) * 1_000
-    assert max(most) == 105  # just above 1 MiB
-    assert sum(most) == 4 * 1_000
+    assert max(read + encoded) == 105  # just above 1 MiB
+    assert sum(read + encoded) == 4 * 1_000
 
 
 async def test_large_notifications_are_more_work(server: StoreServer) -> None:
