@@ -531,7 +531,7 @@ class Connection(asyncio.Protocol, Client):
                     self._serve_tagged(requests)
                     return
                 else:
-                    result = self._handle_plain(op, key, argument)
+                    result = self._handle(op, key, argument, None)
                     if result is not PENDING:
                         self._append(ENCODER_OF[op](result))
                     elif self._is_reading_keys:
@@ -550,9 +550,7 @@ class Connection(asyncio.Protocol, Client):
         for op, key, argument, tag in requests:
             call = handlers[op]
             try:
-                result = (
-                    call(key, argument) if call else self._handle_tagged(op, key, argument, tag)
-                )
+                result = call(key, argument) if call else self._handle(op, key, argument, tag)
             except OperationRefused as error:
                 size += self._append(tagged(tag, replies.REFUSED, str(error).encode()))
             else:
@@ -625,30 +623,18 @@ class Connection(asyncio.Protocol, Client):
                 self._is_held = False
                 self.service.loop.call_soon(self._resume)
 
-    def _handle_plain(self, op: int, key: bytes, argument: Any) -> Any:
-        """Carry out a plain request that involves this connection."""
-        if op == wire.PING:
-            return argument
-        if op == wire.CANCEL_WAIT:
-            self.service.keyspace.cancel(self, None)
-            return replies.WAIT_CANCELED
-        if op in _OF_MANY:
-            return self._serve_many(op, argument, None)
-        client_handler = self.service.keyspace.client_handlers[op]
-        assert client_handler is not None, op
-        return client_handler(self, None, key, argument)
-
-    def _handle_tagged(self, op: int, key: bytes, argument: Any, tag: int) -> Any:
-        """Carry out a tagged request that involves this connection."""
+    def _handle(self, op: int, key: bytes, argument: Any, tag: int | None) -> Any:
+        """Carry out a request that involves this connection; `tag` is None in the plain dialect."""
         service, keyspace = self.service, self.service.keyspace
         if op == wire.LEASED_SET:
             return keyspace.leased_set(self, tag, key, argument)  # no deadline has changed
-        if op == wire.WATCH_KEY and argument < 0 and len(keyspace.get(key)) <= _SHORT:
-            snapshot = keyspace.watch(self, tag, key, argument, is_prefix=False)
-            self._append(tagged(tag, replies.NOTIFY, replies.encode_snapshot(snapshot)))
-            return PENDING
+        if op == wire.PING:
+            return argument
+        if op == wire.CANCEL_WAIT:
+            keyspace.cancel(self, None)
+            return replies.WAIT_CANCELED
         if op in (wire.WATCH_KEY, wire.WATCH_PREFIX):
-            return self._read_in_parts(op, self._read_watched(op, key, argument, tag), tag)
+            return self._watch(op, key, argument, tag)
         if op in _OF_MANY:
             return self._serve_many(op, argument, tag)
         if op == wire.GET_WHEN_SET and keyspace.is_large(argument):
@@ -660,14 +646,11 @@ class Connection(asyncio.Protocol, Client):
                 return result
         elif op == wire.CANCEL:
             result = int(keyspace.cancel(self, argument))
-        elif op == wire.PING:
-            result = argument
         elif op == wire.HEARTBEAT:
             # `data_received` has renewed the leases; there is no reply.
             return PENDING
         elif op == wire.GRANT_LEASE:
-            lease_id = random_bytes(16)
-            result = keyspace.grant_lease(self, tag, lease_id, argument, service.now())
+            result = keyspace.grant_lease(self, tag, random_bytes(16), argument, service.now())
         elif op == wire.RESUME_LEASE:
             result = int(keyspace.leases.resume(self, tag, key, service.now()))
         elif op == wire.AUTH:
@@ -681,6 +664,15 @@ class Connection(asyncio.Protocol, Client):
             raise OperationRefused("not in the tagged dialect")
         service.rearm()
         return result
+
+    def _watch(self, op: int, key: bytes, last_revision: int, tag: int | None) -> object:
+        """Begin a watch: at once if that is short, else in parts."""
+        keyspace = self.service.keyspace
+        if op == wire.WATCH_KEY and last_revision < 0 and len(keyspace.get(key)) <= _SHORT:
+            snapshot = keyspace.watch(self, tag, key, last_revision, is_prefix=False)
+            self._append(_reply(tag, replies.NOTIFY, replies.encode_snapshot(snapshot)))
+            return PENDING
+        return self._read_in_parts(op, self._read_watched(op, key, last_revision, tag), tag)
 
     def _reply_hello(self, version: int) -> None:
         if self._is_tagged or version != wire.VERSION:
@@ -792,7 +784,9 @@ class Connection(asyncio.Protocol, Client):
             yield len(part) + self._add(pieces, ENCODER_OF[op](keyspace.multi_get(b"", part)))
         self._append(_reply(tag, replies.DONE, pieces))
 
-    def _read_watched(self, op: int, key: bytes, last_revision: int, tag: int) -> Generator[int]:
+    def _read_watched(
+        self, op: int, key: bytes, last_revision: int, tag: int | None
+    ) -> Generator[int]:
         """Begin a watch; reply with its snapshot, or with the changes since `last_revision`."""
         keyspace = self.service.keyspace
         is_prefix = op == wire.WATCH_PREFIX
@@ -809,7 +803,7 @@ class Connection(asyncio.Protocol, Client):
             raise
         self._append(_reply(tag, replies.NOTIFY, pieces))
         for change in changes:
-            size = self._append(tagged(tag, replies.NOTIFY, replies.encode_change(change)))
+            size = self._append(_reply(tag, replies.NOTIFY, replies.encode_change(change)))
             yield 1 + (size >> 9)
 
     def _add(self, pieces: Pieces, more: bytes | Pieces) -> int:
@@ -1001,7 +995,7 @@ class Connection(asyncio.Protocol, Client):
         self._push(tagged(tag, replies.DONE, b"\1"))
 
     def on_woken(self, tag: Any) -> None:
-        self._push(tagged(tag, replies.DONE, b"\0") if self._is_tagged else b"\0")
+        self._push(_reply(tag, replies.DONE, b"\0"))
 
     def on_values(self, tag: Any, values: list[bytes]) -> None:
         self._push(tagged(tag, replies.DONE, ENCODER_OF[wire.GET_WHEN_SET](values)))
@@ -1020,4 +1014,5 @@ class Connection(asyncio.Protocol, Client):
 
 
 def _reply(tag: int | None, status: int, pieces: bytes | Pieces) -> bytes | Pieces:
+    """Return a reply in the dialect of its request."""
     return pieces if tag is None else tagged(tag, status, pieces)

@@ -4,10 +4,10 @@ Every mistake that the files show by themselves is found before a connection: a 
 is missing or is no PEM, a key of another certificate or with a passphrase, and, by a
 handshake in memory, a certificate that has expired or that its own CA does not verify.
 
-The loops' own TLS cannot take the place of `TlsTransport`: when a handshake fails, asyncio
-(3.11 to 3.13) and uvloop close without sending the alert.  In TLS 1.3 the client's handshake
-is over by then, so it sees `connection_made` and `connection_lost(None)`, and tries again for
-a minute, where an alert says that its certificate is missing; a server sees a reset.
+The loops' own TLS cannot take the place of `TlsTransport`: asyncio (3.11 to 3.13) and uvloop
+close without the alert of a failed handshake.  A client without a certificate, whose handshake
+is over by then in TLS 1.3, sees `connection_lost(None)` and tries again for `timeout` seconds;
+a server whose certificate is refused sees a reset.  With the alert, each says why.
 """
 
 from __future__ import annotations
