@@ -628,11 +628,6 @@ class Connection(asyncio.Protocol, Client):
         service, keyspace = self.service, self.service.keyspace
         if op == wire.LEASED_SET:
             return keyspace.leased_set(self, tag, key, argument)  # no deadline has changed
-        if op == wire.PING:
-            return argument
-        if op == wire.CANCEL_WAIT:
-            keyspace.cancel(self, None)
-            return replies.WAIT_CANCELED
         if op in (wire.WATCH_KEY, wire.WATCH_PREFIX):
             return self._watch(op, key, argument, tag)
         if op in _OF_MANY:
@@ -644,6 +639,11 @@ class Connection(asyncio.Protocol, Client):
             result = client_handler(self, tag, key, argument)
             if op == wire.LEASED_COMPARE_SET:
                 return result
+        elif op == wire.PING:
+            return argument
+        elif op == wire.CANCEL_WAIT:
+            keyspace.cancel(self, None)
+            return replies.WAIT_CANCELED
         elif op == wire.CANCEL:
             result = int(keyspace.cancel(self, argument))
         elif op == wire.HEARTBEAT:
