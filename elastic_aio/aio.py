@@ -303,6 +303,23 @@ async def cancel_and_wait(tasks: Collection[asyncio.Task[Any]]) -> None:
             task.exception()
 
 
+async def first_result(work: list[Coroutine[Any, Any, T]]) -> T:
+    """Run coroutines until one ends; return its result, or raise its error.
+
+    Of several that end at once, one that has failed is preferred: its error says why.
+    """
+    if len(work) == 1:
+        return await work[0]
+    tasks = [create_task(one) for one in work]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await cancel_and_wait(tasks)
+    failed = {task: not task.cancelled() and task.exception() is not None for task in tasks}
+    ended = [task for task in tasks if task in done]
+    return max(ended, key=failed.__getitem__).result()
+
+
 async def wait_forever() -> Never:
     """Wait until the task is cancelled."""
     await asyncio.get_running_loop().create_future()

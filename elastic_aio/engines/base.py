@@ -209,7 +209,7 @@ class EngineClient(EngineStore):
 
     def _close_watch(self, watch: FedWatch) -> None:
         following = self._watches.pop(watch, None)
-        if following is not None and following not in self._watches.values():
+        if following is not None:
             following.cancel()
 
     # ---------------------------------------------------------------------- the end

@@ -36,10 +36,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, Never, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Never
 
-from elastic_aio.aio import Notifier, cancel_and_wait, create_task, wait_forever
+from elastic_aio.aio import Notifier, first_result, wait_forever
 from elastic_aio.discovery.keys import RunRecord, claim_move, record_move, run_prefix, undo_move
 from elastic_aio.discovery.locator import LocatedStore
 from elastic_aio.errors import StoreLost
@@ -54,8 +54,6 @@ from elastic_aio.rendezvous.messages import (
 )
 from elastic_aio.store import Lease, Store, Watch
 from elastic_aio.store.engine import EngineStore
-
-T = TypeVar("T")
 
 _KEY = "coordinator"
 
@@ -219,20 +217,3 @@ class Election:
 async def next_value(records: Watch) -> bytes | None:
     """Wait for the next change of a watched key; return its value, None once it is deleted."""
     return (await anext(records)).value
-
-
-async def first_result(work: list[Coroutine[Any, Any, T]]) -> T:
-    """Run coroutines until one ends; return its result, or raise its error.
-
-    Of several that end at once, one that has failed is preferred: its error says why.
-    """
-    if len(work) == 1:
-        return await work[0]
-    tasks = [create_task(one) for one in work]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        await cancel_and_wait(tasks)
-    failed = {task: not task.cancelled() and task.exception() is not None for task in tasks}
-    ended = [task for task in tasks if task in done]
-    return max(ended, key=failed.__getitem__).result()

@@ -21,7 +21,14 @@ from typing import Never
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elastic_aio.aio import Notifier, cancel_and_wait, create_task, monotonic_clock, wall_clock
+from elastic_aio.aio import (
+    Notifier,
+    cancel_and_wait,
+    create_task,
+    first_result,
+    monotonic_clock,
+    wall_clock,
+)
 from elastic_aio.discovery.choice import FENCE
 from elastic_aio.discovery.jobs import enter_run, former_jobs_key
 from elastic_aio.discovery.keys import (
@@ -39,7 +46,7 @@ from elastic_aio.discovery.locator import LocatedStore
 from elastic_aio.errors import StoreError, StoreLost
 from elastic_aio.outcome import EndCause
 from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner
-from elastic_aio.rendezvous.election import Election, first_result, next_value
+from elastic_aio.rendezvous.election import Election, next_value
 from elastic_aio.rendezvous.member import Member, MemberEffect
 from elastic_aio.rendezvous.messages import (
     LEASE_LINGER,

@@ -8,19 +8,18 @@ from typing import Any
 
 import pytest
 
-from elastic_aio.engines.etcd.fence import EtcdFence
 from elastic_aio.engines.etcd.http import HttpError, parse_head
 from elastic_aio.engines.etcd.operations import ChangeUnknown, EtcdKeys, Operations
 from elastic_aio.engines.etcd.wire import (
     KEEP_ALIVE,
     EtcdError,
+    EtcdFence,
     Fault,
     Header,
     LeaseReply,
     RangeReply,
     Request,
     TxnReply,
-    WatchRange,
     parse_error,
     parse_reply,
     txn,
@@ -174,25 +173,11 @@ def test_what_a_fenced_transaction_replies(body: str, *, is_fenced: bool) -> Non
     assert replied(txn([], []), body).is_fenced(5) is is_fenced
 
 
-def test_a_watch_of_two_ranges_is_two_requests() -> None:
-    lines = watch_body([WatchRange(b"a", b"b", 9), WatchRange(b"c", b"", 8)]).splitlines()
-    requests = [json.loads(line)["create_request"] for line in lines]
-    assert [request["start_revision"] for request in requests] == ["9", "8"]
-    assert [request["watch_id"] for request in requests] == ["1", "2"]
-    assert [request.get("range_end") for request in requests] == ["Yg==", None]
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 10, 40])
-@pytest.mark.parametrize("length", [1, 100, 700])
-def test_the_first_request_to_watch_fills_a_buffer_with_the_others(count: int, length: int) -> None:
-    """The decoder of the gateway reads all at once: the rest of a body may be dropped."""
-    body = watch_body([WatchRange(b"k" * length, b"", 1)] * count)
-    room = 512
-    while room < len(body.partition(b"\n")[0]):
-        room = 2 * room + 512
-    assert len(body) <= room
-    keys = [json.loads(line)["create_request"]["key"] for line in body.splitlines()]
-    assert keys == [base64.b64encode(b"k" * length).decode()] * count
+@pytest.mark.parametrize(("end", "shown"), [(b"b", "Yg=="), (b"", None)])
+def test_a_watch_is_a_request_of_its_own(end: bytes, shown: str | None) -> None:
+    request = json.loads(watch_body(b"a", end, 9))["create_request"]
+    assert (request["key"], request.get("range_end")) == ("YQ==", shown)
+    assert (request["start_revision"], request["progress_notify"]) == ("9", True)
 
 
 def test_heads_of_replies() -> None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, Final
 
 import msgspec
 
 from elastic_aio.aio import cancel_and_wait, create_task
-from elastic_aio.engines.etcd.fence import EtcdFence
 from elastic_aio.engines.etcd.http import HttpConnection
 from elastic_aio.engines.etcd.wire import (
     AUTHENTICATE,
@@ -25,11 +24,11 @@ from elastic_aio.engines.etcd.wire import (
     WATCH,
     AuthReply,
     EtcdError,
+    EtcdFence,
     Fault,
     Request,
     TxnReply,
     WatchEvent,
-    WatchRange,
     WatchReply,
     parse_error,
     parse_message,
@@ -176,9 +175,15 @@ class EtcdLink(EngineLink[HttpConnection]):
         return msgspec.structs.replace(reply, is_repeat=True) if is_repeat else reply
 
     async def changes(
-        self, ranges: Sequence[WatchRange]
-    ) -> AsyncGenerator[tuple[WatchRange, WatchEvent], None]:
-        """Yield the changes of ranges of places, those of each range in order.
+        self, begin: bytes, end: bytes, revision: int
+    ) -> AsyncGenerator[WatchEvent, None]:
+        """Yield the changes of the places from `begin` to `end`, from a revision on, in order.
+
+        Each range has a connection: the gateway opens the watch of the first message of a body, and
+        drops what it has not read when it begins to reply.  Of further messages it read those that
+        the JSON decoder of Go had buffered, which depends on the release of Go.  Measured with
+        etcd 3.4, a further connection costs a descriptor at each side, 50 KB at etcd, and half a
+        millisecond of CPU once; nothing while it is idle.
 
         Raises:
             EtcdError: etcd has no history from there (`Fault.COMPACTED`).
@@ -190,18 +195,17 @@ class EtcdLink(EngineLink[HttpConnection]):
             member, began = self._current, asyncio.get_running_loop().time()
             reason = "the connection was closed"
             try:
-                stream = self._stream(member, ranges)
+                stream = self._stream(member, watch_body(begin, end, revision))
                 async with contextlib.aclosing(stream) as watch_replies:
                     async for reply in watch_replies:
                         attempts = 0
-                        changed = ranges[reply.watch_id - 1]
-                        if reply.created and reply.header.revision < changed.revision - 1:
+                        if reply.created and reply.header.revision < revision - 1:
                             raise EtcdError(Fault.COMPACTED, "etcd's history is another one")
                         for event in reply.events:
-                            yield changed, event
-                            changed.revision = event.kv.mod_revision + 1
+                            yield event
+                            revision = event.kv.mod_revision + 1
                         if not reply.events and not reply.created:
-                            changed.revision = max(changed.revision, reply.header.revision + 1)
+                            revision = max(revision, reply.header.revision + 1)
             except NotDone as error:
                 reason = str(error)
             except (OSError, EtcdError) as error:
@@ -290,20 +294,18 @@ class EtcdLink(EngineLink[HttpConnection]):
             self._refused_tokens = 0
         return reply
 
-    async def _stream(
-        self, member: int, ranges: Sequence[WatchRange]
-    ) -> AsyncGenerator[WatchReply, None]:
+    async def _stream(self, member: int, body: bytes) -> AsyncGenerator[WatchReply, None]:
         headers = await self._headers(member, None)
         connection = await self._connection(member)
         self._busy[connection] = member
         try:
             deadline = asyncio.get_running_loop().time() + self._access.attempt_timeout
             async with asyncio.timeout_at(deadline):
-                status = await connection.begin(f"/v3/{WATCH}", watch_body(ranges), headers)
-            text, missing, parts = b"", len(ranges), connection.parts()
+                status = await connection.begin(f"/v3/{WATCH}", body, headers)
+            text, is_open, parts = b"", False, connection.parts()
             while True:
-                # A watch that the gateway has lost would be silent: see `watch_body`.
-                async with asyncio.timeout_at(deadline if missing else None):
+                # One that etcd does not confirm would be silent for ever.
+                async with asyncio.timeout_at(None if is_open else deadline):
                     part = await anext(parts, b"")
                 if not part:
                     break
@@ -313,7 +315,7 @@ class EtcdLink(EngineLink[HttpConnection]):
                         reply = parse_message(line, WatchReply)
                         if reply.canceled:
                             raise watch_error(reply)
-                        missing -= reply.created
+                        is_open = is_open or reply.created
                         yield reply
                         self._on_received()
                         self._refused_tokens = 0

@@ -1,8 +1,7 @@
 """A store on etcd v3, through its JSON gateway (HTTP/1.1): no other package is needed.
 
-Requests are those of `operations`, and `link` sends them.  Watches that are opened
-together share a connection and are continued by etcd's revisions: no change is lost while a
-connection or a member of etcd fails.
+Requests are those of `operations`, and `link` sends them.  Watches are continued by etcd's
+revisions: no change is lost while a connection or a member of etcd fails.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ import math
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
 
-from elastic_aio.aio import create_task, random_bytes
+from elastic_aio.aio import create_task, first_result, random_bytes
 from elastic_aio.engines.base import RENEWALS, EngineClient
-from elastic_aio.engines.etcd.fence import EtcdFence
 from elastic_aio.engines.etcd.link import EtcdLink
 from elastic_aio.engines.etcd.operations import ChangeUnknown, EtcdKeys, Operation, Operations
 from elastic_aio.engines.etcd.wire import (
@@ -25,12 +23,12 @@ from elastic_aio.engines.etcd.wire import (
     LEASE_KEYS,
     REVOKE,
     EtcdError,
+    EtcdFence,
     Fault,
     LeaseReply,
     Reply,
     Request,
     WatchEvent,
-    WatchRange,
     get,
 )
 from elastic_aio.engines.link import EngineAccess
@@ -65,7 +63,6 @@ class EtcdStore(EngineClient):
         self._operations = Operations(self._keys)
         self._renew_home_at = 0.0
         self._renewed_at = 0.0
-        self._opening: asyncio.Task[None] | None = None
         self._adding = asyncio.Lock()
 
     async def _enter(self, deadline: float) -> None:
@@ -159,22 +156,27 @@ class EtcdStore(EngineClient):
         self, keys: list[bytes], revision: int, values: dict[bytes, bytes], *, with_queues: bool
     ) -> None:
         missing = {self._keys.value(key): key for key in keys}
-        ranges = [WatchRange(min(missing), max(missing) + b"\0", revision)]
-        if with_queues:
-            queues = [self._keys.queue(key) for key in keys]
-            ranges.append(WatchRange(min(queues)[0], max(queues)[1], revision))
-        async with contextlib.aclosing(self._link.changes(ranges)) as changes:
-            async for _, event in changes:
-                place = event.kv.key
-                if event.type != "PUT":
-                    continue
-                if place not in missing:  # an item, or between two of the keys
-                    queued = (key for key in keys if place.startswith(self._keys.queue(key)[0]))
-                    place = self._keys.value(next(queued, b"")) if with_queues else b""
-                if place in missing:
-                    values[missing.pop(place)] = event.kv.value
-                if not missing:
-                    return
+        queues = [self._keys.queue(key) for key in keys] if with_queues else []
+
+        async def follow(begin: bytes, end: bytes) -> None:
+            async with contextlib.aclosing(self._link.changes(begin, end, revision)) as changes:
+                async for event in changes:
+                    place = event.kv.key
+                    if event.type != "PUT":
+                        continue
+                    for key, (first, last) in zip(keys, queues, strict=False):
+                        if first <= place < last:
+                            place = self._keys.value(key)
+                    # Else an item of another queue, or between two of the keys.
+                    if place in missing:
+                        values[missing.pop(place)] = event.kv.value
+                    if not missing:
+                        return
+
+        work = [follow(min(missing), max(missing) + b"\0")]
+        if queues:
+            work.append(follow(min(queues)[0], max(queues)[1]))
+        await first_result(work)
 
     async def _pop(self, key: bytes) -> bytes:
         queue = self._keys.queue(key)
@@ -187,9 +189,8 @@ class EtcdStore(EngineClient):
             if pairs:
                 continue
             with contextlib.suppress(EtcdError):  # it is read again
-                ranges = [WatchRange(*queue, revision + 1)]
-                async with contextlib.aclosing(self._link.changes(ranges)) as changes:
-                    async for _, event in changes:
+                async with contextlib.aclosing(self._link.changes(*queue, revision + 1)) as changes:
+                    async for event in changes:
                         if event.type == "PUT":
                             break
 
@@ -270,9 +271,7 @@ class EtcdStore(EngineClient):
     async def _open_watch(self, watch: FedWatch) -> None:
         self._check_open()
         await self._resync(watch)
-        if self._opening is None or self._opening.cancelling():
-            self._opening = create_task(self._follow(), "watches")
-        self._watches[watch] = self._opening
+        self._watches[watch] = create_task(self._follow(watch), f"{watch!r}")
 
     def _range(self, watch: FedWatch) -> tuple[bytes, bytes]:
         place = self._keys.value(watch.key)
@@ -282,28 +281,23 @@ class EtcdStore(EngineClient):
         revision, pairs = await self._run(lambda: self._operations.read_all(*self._range(watch)))
         watch.feed(WatchSnapshot(True, revision, pairs))
 
-    async def _follow(self) -> None:
-        """Feed the watches that are opened in one turn of the loop, until all are closed."""
-        await asyncio.sleep(0)
-        own, self._opening = self._opening, None
+    async def _follow(self, watch: FedWatch) -> None:
+        """Feed a watch until it is closed or the store is lost."""
         try:
             while True:
-                watches = [watch for watch, task in self._watches.items() if task is own]
-                with contextlib.suppress(EtcdError):  # their history is lost
-                    await self._feed(watches)
+                with contextlib.suppress(EtcdError):  # its history is lost
+                    await self._feed(watch)
                 await asyncio.sleep(_RESYNC_S)
-                await asyncio.gather(*map(self._resync, watches))
+                await self._resync(watch)
         except StoreError as error:
-            for watch in watches:
-                watch.fail(error)
+            watch.fail(error)
 
-    async def _feed(self, watches: Sequence[FedWatch]) -> None:
-        fed = {WatchRange(*self._range(one), one.revision + 1): one for one in watches}
+    async def _feed(self, watch: FedWatch) -> None:
+        changes = self._link.changes(*self._range(watch), watch.revision + 1)
         try:
-            async with contextlib.aclosing(self._link.changes(list(fed))) as changes:
-                async for changed, event in changes:
-                    if fed[changed] in self._watches:
-                        fed[changed].feed(await self._change(event))
+            async with contextlib.aclosing(changes):
+                async for event in changes:
+                    watch.feed(await self._change(event))
         except EtcdError as error:
             if error.fault is not Fault.COMPACTED:
                 raise StoreRefused(str(error)) from None

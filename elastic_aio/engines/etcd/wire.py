@@ -1,4 +1,4 @@
-"""Requests and replies of etcd v3's JSON gateway: values in, bytes out, and back.
+"""Requests and replies of etcd v3's JSON gateway, and the fence of a client's changes.
 
 The gateway (`/v3/...`) carries etcd's gRPC messages as JSON: keys and values in base64,
 64-bit numbers as text, and fields that are zero or empty left out.
@@ -6,7 +6,6 @@ The gateway (`/v3/...`) carries etcd's gRPC messages as JSON: keys and values in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum
 from typing import Any, Final, TypeVar
 
@@ -157,18 +156,9 @@ class WatchEvent(Struct, frozen=True):
     type: str = "PUT"
 
 
-class WatchRange(Struct, eq=False):
-    """A key, or the range of keys up to `end`, and the `revision` from which it is watched."""
-
-    begin: bytes
-    end: bytes
-    revision: int
-
-
 class WatchReply(Reply, frozen=True, kw_only=True):
-    """A message of a watch; its number is the place of its range in `watch_body`, from 1 on."""
+    """A message of a watch."""
 
-    watch_id: int = 0
     created: bool = False
     canceled: bool = False
     compact_revision: int = 0
@@ -392,28 +382,58 @@ def txn(
     return Request(TXN, txn_body(conditions, then, otherwise), TxnReply, is_repeatable)
 
 
-def watch_body(ranges: Sequence[WatchRange]) -> bytes:
-    """Return the body that opens a watch of each range.
+def watch_body(begin: bytes, end: bytes, revision: int) -> bytes:
+    """Return the body that opens a watch of the range `begin` to `end`, from a revision on."""
+    request = read(begin, end, start_revision=str(revision), progress_notify=True)
+    return _encoder.encode({"create_request": request})
 
-    The server of the gateway drops what it has not read of a body when it begins to reply, which
-    it does after the first request.  So that is made so long that the decoder of Go reads the
-    others with it: its buffer grows from 512 bytes to twice its size and 512, when it is full.
+
+_FENCE_TTL: Final = 3600
+"""Seconds after which the key of a killed client is gone; others write theirs anew so often."""
+
+
+class EtcdFence:
+    """The fence of a client: a change that etcd holds back never replaces a later one.
+
+    A member of etcd that is suspended keeps the requests that it was sent, and carries them out
+    when it goes on.  By then the client has repeated them at another member, and has made later
+    changes.  So each change compares the revision of a key of the client's own.  A change that
+    got no reply lowers the fence: before its next request the client writes the key, at any member,
+    and then no request that was sent before has an effect any more.
+
+    The key is under a lease, which no client renews.  When it has gone, changes are not made until
+    it is written anew, and it has another revision then: no revision is used twice.
+
+    It is up while each change that compares `revision` has a reply or waits for it.
     """
-    requests = (
-        read(
-            one.begin,
-            one.end,
-            start_revision=str(one.revision),
-            watch_id=str(number),
-            progress_notify=True,
-        )
-        for number, one in enumerate(ranges, 1)
-    )
-    first, *others = (_encoder.encode({"create_request": request}) for request in requests)
-    rest = b"".join(b"\n" + other for other in others)
-    size, room = len(first), 512
-    while size > room:
-        room = 2 * room + 512
-    while size + len(rest) > room:
-        size, room = room + 1, 2 * room + 512
-    return first.replace(b"{", b"{" + b" " * (size - len(first)), 1) + rest
+
+    def __init__(self, key: bytes) -> None:
+        """Begin without the key."""
+        self.key = key
+        self.lease = self.revision = 0
+        self.is_up = False
+
+    def lower(self, revision: int) -> None:
+        """Note that a change which compares `revision` has no reply, or was not made."""
+        if revision == self.revision:
+            self.is_up = False
+
+    def next_request(self) -> Request:
+        """Return the next request that raises the fence; it may be sent again."""
+        if not self.lease:
+            return Request(GRANT, {"TTL": str(_FENCE_TTL)}, LeaseReply)
+        # Compared too: held back, it must not lower what has been raised since.
+        same = [compare(self.key, "mod_revision", self.revision)]
+        return txn(same, [put_op(self.key, b"", self.lease)], [read_op(self.key)])
+
+    def on_reply(self, reply: LeaseReply | TxnReply) -> None:
+        """Take the reply to that request."""
+        if isinstance(reply, LeaseReply):
+            self.lease = reply.ID
+        elif reply.succeeded:
+            self.revision, self.is_up = reply.header.revision, True
+        else:
+            # Written by a former attempt, which nothing has compared; or gone with its lease.
+            found = reply.ranges[0].kvs
+            self.revision = found[0].mod_revision if found else 0
+            self.is_up = bool(found)
