@@ -83,15 +83,21 @@ def enable_keepalive(sock: socket.socket, peer_timeout: float) -> None:
     Keepalive probes detect a lost peer on an idle connection, TCP_USER_TIMEOUT while
     sent data is unacknowledged, tcp(7).  Beyond what the kernel can count, none are sent.
     """
+    options = keepalive_options(peer_timeout)
+    if socket.TCP_KEEPIDLE in options:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in options.items():
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def keepalive_options(peer_timeout: float) -> dict[int, int]:
+    """Return the options of TCP that `enable_keepalive` sets."""
     step = max(1, round(peer_timeout / 4))
     timeout = min(max(1, round(peer_timeout * 1000)), _USER_TIMEOUT_MAX)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout)
-    if step > _KEEPALIVE_MAX:
-        return
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, step)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, step)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    options = {socket.TCP_USER_TIMEOUT: timeout}
+    if step <= _KEEPALIVE_MAX:
+        options |= {socket.TCP_KEEPIDLE: step, socket.TCP_KEEPINTVL: step, socket.TCP_KEEPCNT: 3}
+    return options
 
 
 def without_idna(host: str | None) -> str | bytes | None:

@@ -156,6 +156,30 @@ async def test_a_cancelled_request_among_others(engine: Engine) -> None:
             assert values == [b"%d" % turns] * 4
 
 
+async def test_a_change_that_the_network_held_back_does_not_replace_a_later_one(
+    engine: Engine,
+) -> None:
+    """It arrives when the client has given its connection up, and has made the change again."""
+    proxy = engine.proxy
+    async with engine.far(lost_after=3) as store:
+        await store.set("k", "0")
+        proxy.is_dropping_requests, before = True, len(proxy.sent)
+        setting = asyncio.ensure_future(store.set("k", "old"))
+        while len(proxy.sent) == before:
+            await asyncio.sleep(0.01)
+        held = proxy.sent[before]
+        proxy.is_dropping_requests = False
+        await setting
+        await store.set("k", "new")
+        host, _, port = engine.endpoint.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(held)
+        await reader.read(1)  # it has been carried out
+        writer.close()
+        await writer.wait_closed()
+        assert await store.peek("k") == b"new"
+
+
 async def test_a_closed_port_is_skipped(engine: Engine) -> None:
     """And errors name each endpoint that was tried."""
     closed = f"127.0.0.1:{free_port()}"

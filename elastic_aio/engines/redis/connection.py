@@ -1,6 +1,6 @@
 """A connection to one server of Redis, and what its errors mean.
 
-This is the only module that imports the package redis.
+This is the only module that imports the package redis, and only its public names.
 """
 
 from __future__ import annotations
@@ -8,24 +8,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import math
 import re
 import ssl
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from elastic_aio.aio import cancel_and_wait, create_task
 from elastic_aio.engines.link import NotDone, no_reply_reason
 from elastic_aio.errors import SpecError, StoreRefused
-from elastic_aio.sockets import discard_unsent, enable_keepalive
 from elastic_aio.text import one_line
 
 try:
     from redis import exceptions
-    from redis.asyncio import Connection
+    from redis.asyncio import Connection, SSLConnection
     from redis.asyncio.connection import AbstractConnection
     from redis.exceptions import NoPermissionError as NoPermissionError
+    from redis.exceptions import NoScriptError as NoScriptError
     from redis.exceptions import RedisError as RedisError
     from redis.exceptions import ResponseError as ResponseError
 except ImportError:
@@ -39,6 +38,7 @@ _UNNAMED: Final[dict[str, Any]] = dict.fromkeys(
     else ["lib_name", "lib_version"]
 )
 
+_CLOSE_TIMEOUT: Final = 1.0
 _REASON_MAX: Final = 300
 _VERSION_MIN: Final = 5
 _INFO: Final = re.compile(
@@ -66,105 +66,159 @@ _REFUSED: Final = (
     ("CROSSSLOT", "the server is a proxy or Redis Cluster that splits the keys"),
 )
 
+_CODES: Final = (
+    (exceptions.ReadOnlyError, "READONLY"),
+    (exceptions.BusyLoadingError, "LOADING"),
+    (exceptions.MasterDownError, "MASTERDOWN"),
+    (exceptions.ClusterDownError, "CLUSTERDOWN"),
+    (exceptions.TryAgainError, "TRYAGAIN"),
+    (exceptions.MovedError, "MOVED"),
+    (exceptions.OutOfMemoryError, "OOM"),
+    (exceptions.NoPermissionError, "NOPERM"),
+)
+"""Exceptions of the package, whose texts lack the code."""
 
-class RedisConnection(Connection):
-    """A connection; `run_id` and `eviction`, a `maxmemory-policy`, are empty if not known."""
+
+class RedisConnection:
+    """A connection, which any number of tasks use at once.
+
+    `number` is that of the connection among those of a client, 0 if it has none.  `run_id` and
+    `eviction`, a `maxmemory-policy`, are empty if not known.
+    """
 
     def __init__(
-        self, host: str, port: int, context: ssl.SSLContext | None, name: str | None, **options: Any
+        self,
+        host: str,
+        port: int,
+        *,
+        tls: ssl.SSLContext | None,
+        server_name: str | None,
+        peer_timeout: float,
+        user: dict[str, Any],
     ) -> None:
-        """Configure it; nothing is connected yet."""
-        # Without timeouts of its own: the callers have theirs.
-        super().__init__(
+        """Configure it; the kernel ends it `peer_timeout` seconds after its peer's host."""
+        self.number = 0
+        self.run_id = b""
+        self.eviction = ""
+        self._address = host, port
+        self._unsent: list[bytes] = []
+        self._sending: set[asyncio.Task[None]] = set()
+        self._replies: deque[asyncio.Future[Any]] = deque()
+        self._on_message: Callable[[Any], None] | None = None
+        self._reading: asyncio.Task[None] | None = None
+        make = Connection if tls is None else SSLConnection
+        self._redis = make(
             host=host,
             port=port,
             protocol=2,
+            # Without timeouts of its own: the callers have theirs.
             socket_timeout=None,
             socket_connect_timeout=None,
+            socket_keepalive=True,
+            socket_keepalive_options=keepalive_options(peer_timeout),
             **_UNNAMED,
-            **options,
+            **user,
         )
-        self._context = context
-        self._server_name = name
-        self.run_id = b""
-        self.eviction = ""
-        self._unsent: list[bytes] = []
-        self._replies: deque[asyncio.Future[Any]] = deque()
-        self._reading: asyncio.Task[None] | None = None
+        if tls is not None:
+            assert isinstance(self._redis, SSLConnection)
+            # Its own would trust the authorities of the host as well.
+            self._redis.ssl_context.context = _named(tls, server_name)
 
-    def _connection_arguments(self) -> dict[str, Any]:
-        tls = {"ssl": self._context, "server_hostname": self._server_name or self.host}
-        return {"host": self.host, "port": self.port, **(tls if self._context else {})}
+    async def open(self) -> None:
+        """Connect.
 
-    async def ask(self, *command: Any) -> Any:
-        """Send a command and return its reply.
+        Cancellation: leaves nothing open.
 
-        Cancellation: leaves the connection unusable.
+        Raises:
+            OSError: the host cannot be reached, or the TLS handshake fails.
+            RedisError: the server refuses this client, or is none.
         """
-        await self.send_command(*command)
-        return await self.read_response()
+        try:
+            await self._redis.connect()  # type: ignore[no-untyped-call]
+        except BaseException:  # a cancellation too: it has no other owner
+            await self._redis.disconnect(nowait=True)
+            raise
+        host, port = self._address
+        self._reading = create_task(self._read(), f"replies of {host}:{port}")
 
-    def share(self) -> None:
-        """Let any number of tasks call `ask_packed` at once, and nothing else be called."""
-        self._reading = create_task(self._read_replies(), f"replies of {self.host}:{self.port}")
+    @property
+    def is_open(self) -> bool:
+        """Whether `ask` can be called."""
+        reading = self._reading
+        return reading is not None and not (reading.done() or reading.cancelling())
 
-    async def ask_packed(self, command: bytes) -> Any:
+    async def ask(self, command: bytes) -> Any:
         """Send a command in the form of the protocol and return its reply.
-
-        Commands of one turn of the event loop are sent together.
 
         Cancellation: leaves the connection usable; the reply is dropped.
         """
-        if not self.is_shared:
+        if not self.is_open:
             raise ConnectionResetError
-        self.write(command)
+        self.send(command)
         reply = asyncio.get_running_loop().create_future()
         self._replies.append(reply)
         return await reply
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether `ask_packed` can be called."""
-        is_open = self._writer is not None and not self._writer.is_closing()
-        return is_open and self._reading is not None and not self._reading.done()
-
-    def write(self, command: bytes) -> None:
-        """Send a command in the form of the protocol, whose reply is one of the messages."""
+    def send(self, command: bytes) -> None:
+        """Send a command, together with the others of this turn of the event loop."""
         if not self._unsent:
-            asyncio.get_running_loop().call_soon(self._send_unsent)
+            sending = create_task(self._send_unsent())
+            self._sending.add(sending)
+            sending.add_done_callback(self._sending.discard)
         self._unsent.append(command)
 
-    def _send_unsent(self) -> None:
-        if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(b"".join(self._unsent))
-        self._unsent.clear()
+    async def _send_unsent(self) -> None:
+        commands, self._unsent = self._unsent, []
+        if self._redis.is_connected:  # it would connect again
+            with contextlib.suppress(OSError, RedisError):  # which `_read` finds too
+                await self._redis.send_packed_command(commands, check_health=False)
 
-    async def _read_replies(self) -> None:
+    async def listen(self, on_message: Callable[[Any], None]) -> None:
+        """Pass each message of a subscription on, until the connection ends; then raise why.
+
+        Raises:
+            OSError, RedisError: the connection has ended.
+        """
+        assert self._reading is not None
+        self._on_message = on_message
+        ended = asyncio.get_running_loop().create_future()
+        self._replies.append(ended)
+        await ended
+
+    async def _read(self) -> None:
         failure: Exception = ConnectionResetError()
         try:
             while True:
                 try:
-                    reply = await self.next_message()
+                    reply = await self._redis.read_response(disconnect_on_error=False)
                 except ResponseError as error:
                     reply = error
-                if not self._replies:
-                    raise exceptions.InvalidResponse
-                waiting = self._replies.popleft()
-                if waiting.done():
-                    continue
-                if isinstance(reply, ResponseError):
-                    waiting.set_exception(reply)
-                else:
-                    waiting.set_result(reply)
+                self._on_reply(reply)
         except (OSError, RedisError) as error:
             failure = error
         except ValueError:  # of the package, at a number that is none
             failure = exceptions.InvalidResponse()
         finally:
-            self.abort()
             for waiting in self._replies:
                 if not waiting.done():
                     waiting.set_exception(failure)
+            with contextlib.suppress(OSError, RedisError, TimeoutError):
+                async with asyncio.timeout(_CLOSE_TIMEOUT):
+                    await self._redis.disconnect()
+
+    def _on_reply(self, reply: Any) -> None:
+        if self._on_message is not None:
+            self._on_message(reply)
+            return
+        if not self._replies:
+            raise exceptions.InvalidResponse
+        waiting = self._replies.popleft()
+        if waiting.done():
+            return
+        if isinstance(reply, ResponseError):
+            waiting.set_exception(reply)
+        else:
+            waiting.set_result(reply)
 
     async def read_server(self) -> None:
         """Keep the run id of the server, and what it does when its memory is full.
@@ -173,52 +227,58 @@ class RedisConnection(Connection):
             NotDone: it is a replica, or has not loaded its data yet.
             StoreRefused: it cannot be used: its version is too old, or it evicts keys.
         """
-        # Sections, since the whole is long; together, since a server may be far away.
+        # Sections, since the whole is long.
         sections = (b"server", b"replication", b"persistence", b"memory")
-        await self.send_packed_command(b"".join(pack(b"INFO", one) for one in sections))
-        # All are read, so that the next request does not get one of them.
-        replies = [await self._read_info() for _ in sections]
-        for reply in replies:
-            if isinstance(reply, Exception):
-                raise reply
-        check_server(self, b"\r\n".join(replies))
+        asked: list[Any] = await asyncio.gather(
+            *(self.ask(pack(b"INFO", section)) for section in sections), return_exceptions=True
+        )
+        for failure in asked:
+            if isinstance(failure, BaseException):
+                raise failure
+        fields = dict(_INFO.findall(b"\r\n".join(asked)))
+        policy = check_server(fields)
+        self.run_id, self.eviction = fields.get(b"run_id", b""), policy
 
-    async def _read_info(self) -> Any:
+    async def local_address(self) -> str:
+        """Return the address of this host on the way to the server.
+
+        The package does not show its sockets.  No packet is sent: connecting a datagram socket
+        only looks up the route.
+        """
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.create_datagram_endpoint(
+            asyncio.DatagramProtocol, remote_addr=self._address
+        )
         try:
-            return await self.read_response()
-        except exceptions.ResponseError as error:
-            return error
-
-    async def next_message(self) -> Any:
-        """Return the next message of a subscription, however late it comes."""
-        return await self.read_response(timeout=math.inf)
-
-    @property
-    def local_address(self) -> str:
-        """The address of this host."""
-        return str(self._writer.get_extra_info("sockname")[0]) if self._writer else ""
-
-    def tune(self, peer_timeout: float) -> None:
-        """Make the kernel end the connection `peer_timeout` seconds after its peer's host."""
-        if self._writer is not None:
-            enable_keepalive(self._writer.get_extra_info("socket"), peer_timeout)
+            return str(transport.get_extra_info("sockname")[0])
+        finally:
+            transport.abort()
 
     def abort(self) -> None:
-        """Close it at once; a pending request fails."""
-        if self._writer is not None:
-            discard_unsent(self._writer.transport)
-            self._writer.transport.abort()
+        """Close it as soon as possible; pending requests fail."""
+        if self._reading is not None:
+            self._reading.cancel()
 
     async def aclose(self) -> None:
-        """Close it at once; a pending request fails.
+        """Close it; pending requests fail.
 
         Idempotent.
         """
-        self.abort()
-        if self._reading is not None:
-            await cancel_and_wait([self._reading])
-        with contextlib.suppress(OSError, exceptions.RedisError):
-            await self.disconnect(nowait=True)
+        tasks = [*self._sending, *([self._reading] if self._reading else [])]
+        await cancel_and_wait(tasks)
+
+
+def _named(context: ssl.SSLContext, name: str | None) -> ssl.SSLContext:
+    """Let a context ask for the certificate of `name`, which the package has no setting for."""
+    if name is not None:
+
+        def wrap_bio(incoming: Any, outgoing: Any, server_side: bool = False, **_: Any) -> Any:
+            return ssl.SSLContext.wrap_bio(
+                context, incoming, outgoing, server_side, server_hostname=name
+            )
+
+        context.wrap_bio = wrap_bio  # type: ignore[method-assign, assignment]
+    return context
 
 
 def pack(*words: bytes) -> bytes:
@@ -231,19 +291,13 @@ def pack_words(words: Iterable[bytes]) -> bytes:
     return b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])
 
 
-def is_script_unknown(error: Exception) -> bool:
-    """Return whether Redis does not know a script by its hash."""
-    return isinstance(error, exceptions.NoScriptError)
-
-
-def check_server(connection: RedisConnection, info: bytes) -> None:
-    """Keep the run id of a server, and what it does when its memory is full.
+def check_server(fields: dict[bytes, bytes]) -> str:
+    """Check a server by the fields of INFO; return what it does when its memory is full.
 
     Raises:
         NotDone: it is a replica, or has not loaded its data yet.
         StoreRefused: it cannot be used: its version is too old, or it evicts keys.
     """
-    fields = dict(_INFO.findall(info))
     if fields.get(b"loading") == b"1":
         raise NotDone("Redis is loading its data")
     if fields.get(b"role") == b"slave":
@@ -255,20 +309,7 @@ def check_server(connection: RedisConnection, info: bytes) -> None:
     if policy not in ("", "noeviction") and int(fields.get(b"maxmemory", b"0")):
         # The eviction of one key of a store alone would be noticed by no client.
         raise StoreRefused(f"store: Redis must not evict keys: noeviction is needed (got {policy})")
-    connection.run_id, connection.eviction = fields.get(b"run_id", b""), policy
-
-
-_CODES: Final = (
-    (exceptions.ReadOnlyError, "READONLY"),
-    (exceptions.BusyLoadingError, "LOADING"),
-    (exceptions.MasterDownError, "MASTERDOWN"),
-    (exceptions.ClusterDownError, "CLUSTERDOWN"),
-    (exceptions.TryAgainError, "TRYAGAIN"),
-    (exceptions.MovedError, "MOVED"),
-    (exceptions.OutOfMemoryError, "OOM"),
-    (exceptions.NoPermissionError, "NOPERM"),
-)
-"""Exceptions of the package, whose texts lack the code."""
+    return policy
 
 
 def judge(error: Exception) -> Exception:

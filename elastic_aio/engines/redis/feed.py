@@ -161,17 +161,22 @@ class RedisFeed:
         self._send(_commands(self._listeners, b"SUBSCRIBE"))
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(None) as limit:
-                while True:
-                    limit.reschedule(loop.time() + self._silence)
-                    self._on_reply(await connection.next_message())
+            async with asyncio.timeout(self._silence) as limit:
+
+                def on_message(reply: object) -> None:
+                    if self._connection is connection and not limit.expired():
+                        limit.reschedule(loop.time() + self._silence)
+                        self._on_reply(reply)
+
+                limit.reschedule(loop.time() + self._silence)
+                await connection.listen(on_message)
         finally:
             self._connection = None
 
     def _send(self, commands: Iterable[tuple[bytes, ...]]) -> None:
         assert self._connection is not None
         for command in commands:
-            self._connection.write(pack(*command))
+            self._connection.send(pack(*command))
 
     def _on_reply(self, reply: object) -> None:
         if not isinstance(reply, list):

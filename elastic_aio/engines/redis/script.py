@@ -15,6 +15,10 @@ A change is published on the channel `{TAG}c` and its key, an item on `{TAG}q` a
 queue.  Every run of the script first ends the leases whose deadline has passed, so no client
 sees a key of an expired lease.
 
+A client numbers its connections, and the script carries out nothing of one that the client has
+given up, on which no reply is read: what the network or a proxy has held back never replaces a
+later change.
+
 The time of leases stands still while the server serves no client: after a pause of more than
 half its time to live a lease is prolonged, since its holder could not renew it.
 
@@ -43,17 +47,19 @@ PAGE: Final = 256
 
 SCRIPT: Final = rb"""
 local V, I, M, O, K, D, T, Q = unpack(KEYS)
-local op, tag, known_id, known_epoch, known_rev, server, nonce, keep = unpack(ARGV, 1, 8)
-local A = 8
+local op, tag, known_id, known_epoch, known_rev, server, keep, client, number, run =
+  unpack(ARGV, 1, 10)
+local A = 10
+local nonce = client .. run
 local call = redis.call
 local time = call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-known_rev, keep = tonumber(known_rev), tonumber(keep)
+known_rev, keep, number = tonumber(known_rev), tonumber(keep), tonumber(number)
 -- The operations that may be carried out by a server whose memory is full; 2: it reads only.
 local frugal = {touch=2, release=1, revoke=1, del=1, pop=1, purge=1, peek=2, read=2, check=2,
   scan=2, names=2, count=2, qlen=2}
 local is_read = frugal[op] == 2
-local meta = call('HMGET', M, 'id', 'epoch', 'rev', 'last', 'ttl', 'server')
+local meta = call('HMGET', M, 'id', 'epoch', 'rev', 'last', 'ttl', 'server', 'c:' .. client)
 local id, epoch, rev, last, ttl = meta[1], meta[2], tonumber(meta[3] or 0), tonumber(meta[4] or 0),
   tonumber(meta[5] or 0)
 local began_rev = rev
@@ -125,6 +131,9 @@ end
 
 if id then
   if frugal[op] then allow() end
+  local present = tonumber(meta[7] or 1)
+  if number < present then return {'0'} end
+  if number > present then call('HSET', M, 'c:' .. client, number) end
   if server ~= '' and server ~= meta[6] then
     allow()
     call('HSET', M, 'e:' .. epoch, rev, 'epoch', nonce, 'server', server)

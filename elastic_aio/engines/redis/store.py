@@ -16,8 +16,7 @@ from elastic_aio.aio import create_task, random_bytes
 from elastic_aio.engines.base import RENEWALS, EngineClient
 from elastic_aio.engines.link import EngineAccess
 from elastic_aio.engines.redis.feed import Channel, RedisFeed, WatchPages, escape
-from elastic_aio.engines.redis.link import RedisLink
-from elastic_aio.engines.redis.requests import RedisRequests
+from elastic_aio.engines.redis.link import RedisLink, RedisRequests
 from elastic_aio.engines.redis.script import PAGE
 from elastic_aio.errors import StoreError
 from elastic_aio.spec.rendezvous import ENGINES
@@ -101,7 +100,7 @@ class RedisStore(EngineClient):
 
     def continue_from(self, former: EngineStore) -> None:
         assert isinstance(former, RedisStore)
-        self._requests.known = former._requests.known
+        self._requests.continue_from(former._requests)
 
     async def _request(self, op: int, key: bytes, argument: Any) -> Any:
         match op:
