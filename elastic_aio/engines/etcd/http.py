@@ -18,6 +18,7 @@ from elastic_aio.spec.checks import format_host_port
 _HEAD_MAX: Final = 64 << 10
 _BODY_MAX: Final = 256 << 20
 _CLOSE_TIMEOUT: Final = 1.0
+_NO_HTTP: Final = "it does not speak HTTP"
 
 
 class HttpError(OSError):
@@ -25,7 +26,10 @@ class HttpError(OSError):
 
 
 class HttpConnection:
-    """One connection; made by `open`, and closed by its owner."""
+    """One connection; made by `open`, and closed by its owner.
+
+    The methods raise `OSError` when it has ended, or the peer does not speak HTTP.
+    """
 
     def __init__(
         self,
@@ -56,9 +60,6 @@ class HttpConnection:
         """Connect; the kernel ends the connection `peer_timeout` seconds after its peer's host.
 
         The caller bounds it in time.
-
-        Raises:
-            OSError: the host cannot be reached, or the TLS handshake fails.
         """
         name = (server_name or host) if tls else None
         reader, writer = await asyncio.open_connection(
@@ -81,9 +82,6 @@ class HttpConnection:
         """Send a request; return the status and the body of the reply.
 
         Cancellation: leaves the connection unusable.
-
-        Raises:
-            OSError: the connection has ended, or the peer does not speak HTTP.
         """
         status = await self.begin(path, body, headers)
         # Not a part: without the cost of a generator for most replies.
@@ -92,36 +90,25 @@ class HttpConnection:
         return status, b"".join([part async for part in self.parts()])
 
     async def begin(self, path: str, body: bytes, headers: Mapping[str, str]) -> int:
-        """Send a request; return the status.  `parts` reads the body.
-
-        Raises:
-            OSError: as for `post`.
-        """
+        """Send a request; return the status.  `parts` reads the body."""
         self._is_idle = False
-        lines = [f"POST {path} HTTP/1.1", f"Host: {self._host}", f"Content-Length: {len(body)}"]
-        lines += ["Content-Type: application/json"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
+        fields = {"Host": self._host, "Content-Length": len(body), **headers}
+        lines = [f"POST {path} HTTP/1.1", "Content-Type: application/json"]
+        lines += [f"{name}: {value}" for name, value in fields.items()]
         self._writer.write("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
         await self._writer.drain()
         try:
-            head = await self._reader.readuntil(b"\r\n\r\n")
+            status, self._headers = parse_head(await self._until(b"\r\n\r\n"))
         except asyncio.IncompleteReadError as error:
             if error.partial:
-                raise HttpError("it does not speak HTTP") from None
+                raise HttpError(_NO_HTTP) from None
             hint = "" if self._has_replied else " without a reply (perhaps it asks for TLS)"
             raise HttpError(f"the connection was closed{hint}") from None
-        except asyncio.LimitOverrunError:
-            raise HttpError("it does not speak HTTP") from None
-        status, self._headers = parse_head(head)
         self._has_replied = True
         return status
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """Yield the parts of the body as they arrive.
-
-        Raises:
-            OSError: the connection has ended before the body.
-        """
+        """Yield the parts of the body as they arrive."""
         if self._headers.get("transfer-encoding") == "chunked":
             try:
                 async for chunk in self._chunks():
@@ -143,19 +130,20 @@ class HttpConnection:
         return body
 
     async def _chunks(self) -> AsyncIterator[bytes]:
-        total = 0
         while size := _size((await self._line()).partition(b";")[0].decode("latin-1"), 16):
-            total += size
             yield await self._reader.readexactly(size)
             await self._reader.readexactly(2)
         while await self._line():
             pass  # trailers
 
     async def _line(self) -> bytes:
+        return (await self._until(b"\r\n"))[:-2]
+
+    async def _until(self, separator: bytes) -> bytes:
         try:
-            return (await self._reader.readuntil(b"\r\n"))[:-2]
+            return await self._reader.readuntil(separator)
         except asyncio.LimitOverrunError:
-            raise HttpError("it does not speak HTTP") from None
+            raise HttpError(_NO_HTTP) from None
 
     def abort(self) -> None:
         """Close the connection at once."""
@@ -163,10 +151,7 @@ class HttpConnection:
         self._writer.transport.abort()
 
     async def aclose(self) -> None:
-        """Close the connection, and wait until its descriptor is closed.
-
-        Idempotent.
-        """
+        """Close the connection, and wait until its descriptor is closed."""
         self.abort()
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(_CLOSE_TIMEOUT):
@@ -183,7 +168,7 @@ def parse_head(head: bytes) -> tuple[int, dict[str, str]]:
     version, _, rest = first.partition(" ")
     status = rest[:3]
     if not version.startswith("http/1.") or not status.isdigit() or len(status) < 3:
-        raise HttpError("it does not speak HTTP")
+        raise HttpError(_NO_HTTP)
     fields = (line.partition(":") for line in lines)
     return int(status), {name: value.strip() for name, _, value in fields}
 
@@ -192,7 +177,7 @@ def _size(text: str, base: int) -> int:
     try:
         size = int(text, base)
     except ValueError:
-        raise HttpError("it does not speak HTTP") from None
+        raise HttpError(_NO_HTTP) from None
     if not 0 <= size <= _BODY_MAX:
         raise HttpError(f"the reply is too large ({size} bytes)")
     return size

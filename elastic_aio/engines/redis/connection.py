@@ -17,6 +17,7 @@ from typing import Any, Final
 from elastic_aio.aio import cancel_and_wait, create_task
 from elastic_aio.engines.link import NotDone, no_reply_reason
 from elastic_aio.errors import SpecError, StoreRefused
+from elastic_aio.sockets import keepalive_options
 from elastic_aio.text import one_line
 
 try:

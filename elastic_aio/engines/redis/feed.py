@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import bisect
 import contextlib
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from elastic_aio.aio import cancel_and_wait, create_task
@@ -54,11 +55,6 @@ class ChannelListener:
             self.queue.put_nowait(message)
             raise message
         return message
-
-    async def messages(self) -> AsyncGenerator[Message | None, None]:
-        """Yield them."""
-        while True:
-            yield await self.get()
 
 
 class WatchPages:
@@ -138,10 +134,7 @@ class RedisFeed:
             listener.queue.put_nowait(error)
 
     async def aclose(self) -> None:
-        """Close the connection.
-
-        Idempotent.
-        """
+        """Close the connection."""
         if self._running is not None:
             await cancel_and_wait([self._running])
 
@@ -215,8 +208,4 @@ def _commands(channels: Iterable[Channel], verb: bytes) -> Iterator[tuple[bytes,
 
 def escape(text: bytes) -> bytes:
     """Return the pattern that matches only `text`."""
-    return b"".join(b"\\" + part if part in b"*?[]\\^-" else part for part in _bytes_of(text))
-
-
-def _bytes_of(text: bytes) -> Iterator[bytes]:
-    return (text[at : at + 1] for at in range(len(text)))
+    return re.sub(rb"[*?\[\]\\^-]", rb"\\\g<0>", text)

@@ -8,7 +8,6 @@ messages.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Coroutine, Sequence
 from typing import Any, Final
 
@@ -166,14 +165,12 @@ class RedisStore(EngineClient):
         if with_queues:
             places |= {self._queue(key): key for key in keys if key not in values}
         with self._feed.listen(places) as listener:
-            async with contextlib.aclosing(listener.messages()) as messages:
-                async for message in messages:
-                    if message is None:
-                        await self._read_missing(keys, values, with_queues=with_queues)
-                    elif message.kind == replies.CHANGE_SET:
-                        values.setdefault(places[False, message.channel], message.value)
-                    if len(values) == len(keys):
-                        break
+            while len(values) < len(keys):
+                message = await listener.get()
+                if message is None:
+                    await self._read_missing(keys, values, with_queues=with_queues)
+                elif message.kind == replies.CHANGE_SET:
+                    values.setdefault(places[False, message.channel], message.value)
         return values
 
     async def _read_missing(
@@ -254,19 +251,19 @@ class RedisStore(EngineClient):
         try:
             with self._feed.listen([channel]) as listener:
                 pages = WatchPages()
-                async with contextlib.aclosing(listener.messages()) as messages:
-                    async for message in messages:
-                        if message is None:
-                            pages = await self._read_pages(watch.key, is_prefix=is_prefix)
-                            watch.feed(WatchSnapshot(True, pages.revision, tuple(pages.pairs)))
-                            if not opened.done():
-                                opened.set_result(None)
-                            continue
-                        key = message.channel[start:]
-                        if message.revision > pages.revision_of(key):
-                            change = RawChange(message.kind, message.revision, key, message.value)
-                            watch.feed(change)
-                        self._on_lease_seen(message.ttl / 1000)
+                while True:
+                    message = await listener.get()
+                    if message is None:
+                        pages = await self._read_pages(watch.key, is_prefix=is_prefix)
+                        watch.feed(WatchSnapshot(True, pages.revision, tuple(pages.pairs)))
+                        if not opened.done():
+                            opened.set_result(None)
+                        continue
+                    key = message.channel[start:]
+                    if message.revision > pages.revision_of(key):
+                        change = RawChange(message.kind, message.revision, key, message.value)
+                        watch.feed(change)
+                    self._on_lease_seen(message.ttl / 1000)
         except StoreError as error:
             watch.fail(error)
             if not opened.done():
