@@ -3,46 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
-from collections.abc import AsyncIterator
-from typing import Any, NamedTuple
+import dataclasses
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from elastic_aio.engines.base import EngineClient
-from elastic_aio.engines.etcd import EtcdStore
-from elastic_aio.engines.redis import RedisStore
 from elastic_aio.errors import StoreClosed, StoreLost, StoreRefused, StoreTimeout
 from elastic_aio.store import ChangeKind
-from tests.support.chaos import ChaosProxy
+from tests.engines.conftest import Engine
+from tests.support.certificates import Authority
+from tests.support.servers import ServerProcess
 from tests.support.sockets import free_port
 
 pytestmark = pytest.mark.engine
-
-
-class Engine(NamedTuple):
-    """A server that the tests share, a proxy of it, and a key prefix of the test's own."""
-
-    kind: type[EngineClient]
-    endpoint: str
-    proxy: ChaosProxy
-    prefix: str
-
-    def client(self, endpoint: str | None = None, **settings: Any) -> EngineClient:
-        """Return a store that is not open yet, by default at the server."""
-        return self.kind(endpoint or self.endpoint, key_prefix=self.prefix, **settings)
-
-    def far(self, **settings: Any) -> EngineClient:
-        """Return a store that is not open yet, at the proxy."""
-        return self.client(self.proxy.endpoint, **settings)
-
-
-@pytest.fixture(params=["etcd", "redis"])
-async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
-    kind = EtcdStore if request.param == "etcd" else RedisStore
-    endpoint = request.getfixturevalue(f"{request.param}_endpoint")
-    async with ChaosProxy(int(endpoint.rpartition(":")[2])) as proxy:
-        yield Engine(kind, endpoint, proxy, f"/{uuid.uuid4().hex}")
 
 
 async def test_an_expired_key_differs_from_a_deleted_one(engine: Engine) -> None:
@@ -207,9 +181,75 @@ async def test_another_server_at_the_endpoint(engine: Engine, reply: bytes) -> N
 
 async def test_a_closed_store(engine: Engine) -> None:
     store = engine.client()
-    with pytest.raises(StoreClosed, match=f"async with {engine.kind.__name__}"):
+    with pytest.raises(StoreClosed, match=f"async with {engine.kind.store.__name__}"):
         await store.peek("k")
     async with store:
         with pytest.raises(StoreClosed, match="opened once"):
             await store.open(1)
     await store.aclose()
+
+
+async def test_a_restart_ends_neither_lease_nor_watch_nor_wait(
+    engine: Engine, server: ServerProcess
+) -> None:
+    """The server is away for longer than a lease lives on Redis, whose leases stand still then."""
+    ttl, away = (2, 3) if engine.kind.name == "Redis" else (30, 0)
+    async with engine.client(server.endpoint, lost_after=60) as store:
+        async with store.lease(ttl) as lease, store.watch("k") as watch:
+            await lease.set("mine", "1")
+            waiting = asyncio.ensure_future(store.get("later"))
+            await asyncio.gather(*(store.peek("later") for _ in range(3)))  # it waits
+            server.kill()
+            setting = asyncio.ensure_future(store.set("k", "2"))
+            await asyncio.sleep(away)
+            server.start()
+            await setting
+            assert (await anext(watch)).value == b"2"
+            await store.set("later", "3")
+            assert await waiting == b"3"
+            assert lease.is_alive
+            assert await store.peek("mine") == b"1"
+        assert await store.peek("mine") is None
+
+
+async def test_users(engine: Engine, server: ServerProcess, prefix: str) -> None:
+    """A user of the keys of a prefix; what it may not do is refused."""
+    engine.kind.admit_one_user(server.endpoint, prefix)
+    user = {"user": "job", "password": "s3cret"}
+    async with engine.client(server.endpoint, **user) as store, store.watch("k") as watch:
+        async with store.lease(2) as lease:
+            await lease.set("mine", "1")
+        assert await store.peek("mine") is None
+        await store.set("k", "1")
+        assert (await anext(watch)).value == b"1"
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({**user, "password": "wrong"}, "{} does not accept the user or the password$"),
+        ({}, "{} asks for a user and a password$"),
+        ({**user, "key_prefix": "/elsewhere"}, "the {} user has no permission for the keys"),
+    ]
+    for settings, why in cases:
+        with pytest.raises(StoreRefused, match="^" + why.format(engine.kind.name)):
+            async with engine.client(server.endpoint, **settings):
+                pass
+
+
+async def test_tls(engine: Engine, tmp_path: Path, authority: Authority) -> None:
+    """With a certificate of each side, for the name that is asked for; the errors say why."""
+    tls = authority.issue()
+    with engine.kind.serve_tls(tmp_path, tls) as server:
+        async with engine.client(server.endpoint, tls=tls) as store:
+            await store.set("k", "1")
+            async with store.watch("k") as watch:
+                await store.set("k", "2")
+                assert (await anext(watch)).value == b"2"
+        with pytest.raises((StoreTimeout, StoreRefused), match=r"perhaps it asks for TLS|HTTPS"):
+            async with engine.client(server.endpoint, timeout=0.5):
+                pass
+        other = Authority(tmp_path, "other").issue()
+        with pytest.raises(StoreTimeout, match=r"TLS: self.signed certificate|TLS: unable to get"):
+            async with engine.client(server.endpoint, timeout=0.5, tls=other):
+                pass
+        named = dataclasses.replace(tls, server_name="elsewhere.example")
+        with pytest.raises(StoreTimeout, match=r"TLS: Hostname mismatch.*elsewhere.example"):
+            async with engine.client(server.endpoint, timeout=0.5, tls=named):
+                pass

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,11 @@ import pytest
 from elastic_aio.engines.redis import RedisStore
 from elastic_aio.engines.redis.script import PAGE
 from elastic_aio.errors import StoreLost, StoreRefused, StoreTimeout
-from tests.support.certificates import Authority
 from tests.support.chaos import ChaosProxy
 from tests.support.redis import REDIS, WHY_NOT, RedisProcess, SentinelProcess, ask
 from tests.support.sockets import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(REDIS is None, reason=WHY_NOT)]
-
-
-@pytest.fixture
-def prefix() -> str:
-    """A key prefix of the test's own."""
-    return f"/{uuid.uuid4().hex}"
 
 
 @pytest.fixture
@@ -43,6 +36,25 @@ async def proxy(redis_endpoint: str) -> AsyncIterator[ChaosProxy]:
     """A proxy of the shared server."""
     async with ChaosProxy(int(redis_endpoint.rpartition(":")[2])) as running:
         yield running
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[tuple[RedisProcess, RedisProcess]]:
+    """Two servers, none of which is a replica yet."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    with RedisProcess(tmp_path / "a") as one, RedisProcess(tmp_path / "b") as two:
+        yield one, two
+
+
+async def replicate(replica: RedisProcess, master: RedisProcess) -> None:
+    assert ask(replica.endpoint, "REPLICAOF", "127.0.0.1", str(master.port)) == "+OK\r\n"
+    while "master_link_status:up" not in ask(replica.endpoint, "INFO", "replication"):
+        await asyncio.sleep(0.02)
+
+
+def promote(replica: RedisProcess) -> None:
+    assert ask(replica.endpoint, "REPLICAOF", "NO", "ONE") == "+OK\r\n"
 
 
 async def read_until_lost(store: RedisStore) -> None:
@@ -146,29 +158,6 @@ async def test_a_prefix_is_no_pattern(redis_endpoint: str, prefix: str) -> None:
         assert (await anext(watch)).key == "a[*]?\\!"
 
 
-async def test_a_restart_of_redis_ends_neither_lease_nor_watch_nor_wait(
-    server: RedisProcess, prefix: str
-) -> None:
-    """It has been away for longer than the lease lives."""
-    async with RedisStore(server.endpoint, key_prefix=prefix, lost_after=60) as store:
-        async with store.lease(2) as lease, store.watch("k") as watch:
-            await lease.set("mine", "1")
-            waiting = asyncio.ensure_future(store.get("later"))
-            while not store._feed._connection:
-                await asyncio.sleep(0.01)
-            server.kill()
-            setting = asyncio.ensure_future(store.set("k", "2"))
-            await asyncio.sleep(3)
-            server.start()
-            await setting
-            assert (await anext(watch)).value == b"2"
-            await store.set("later", "3")
-            assert await waiting == b"3"
-            assert lease.is_alive
-            assert await store.peek("mine") == b"1"
-        assert await store.peek("mine") is None
-
-
 async def test_a_server_that_hung_ends_no_lease(server: RedisProcess, prefix: str) -> None:
     """SIGSTOP: its connections stay open, so its silence is what shows."""
     async with (
@@ -268,112 +257,93 @@ async def test_lost_changes_are_found_even_when_others_were_made(
             assert store.incarnation != former
 
 
-async def test_a_replica_is_skipped_and_a_fail_over_followed(tmp_path: Path, prefix: str) -> None:
+async def test_a_replica_is_skipped_and_a_fail_over_followed(
+    pair: tuple[RedisProcess, RedisProcess], prefix: str
+) -> None:
     """Endpoints are tried in their order, until one is no replica."""
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    with RedisProcess(tmp_path / "a") as master, RedisProcess(tmp_path / "b") as replica:
-        assert ask(replica.endpoint, "REPLICAOF", "127.0.0.1", str(master.port)) == "+OK\r\n"
-        endpoints = f"{replica.endpoint},{master.endpoint}"
-        with pytest.raises(
-            StoreTimeout, match=r": (a read-only replica|Redis is loading its data)$"
-        ):
-            async with RedisStore(replica.endpoint, key_prefix=prefix, timeout=0.3):
+    master, replica = pair
+    await replicate(replica, master)
+    with pytest.raises(StoreTimeout, match=r": (a read-only replica|Redis is loading its data)$"):
+        async with RedisStore(replica.endpoint, key_prefix=prefix, timeout=0.3):
+            pass
+    endpoints = f"{replica.endpoint},{master.endpoint}"
+    async with (
+        RedisStore(endpoints, key_prefix=prefix, lost_after=60) as store,
+        store.lease(5) as lease,
+        store.watch("k") as watch,
+    ):
+        assert store.endpoint == master.endpoint
+        await lease.set("mine", "1")
+        await store.set("k", "1")
+        assert ask(master.endpoint, "WAIT", "1", "0") == ":1\r\n"
+        master.kill()
+        promote(replica)
+        await store.set("k", "2")
+        assert [(await anext(watch)).value for _ in range(2)] == [b"1", b"2"]
+        assert store.endpoint == replica.endpoint
+        assert lease.is_alive
+
+
+async def test_a_master_that_becomes_a_replica_is_left(
+    pair: tuple[RedisProcess, RedisProcess], prefix: str
+) -> None:
+    """It answers a request of an open connection with READONLY."""
+    first, second = pair
+    endpoints = f"{first.endpoint},{second.endpoint}"
+    async with RedisStore(endpoints, key_prefix=prefix, lost_after=60) as store:
+        await store.set("k", "1")
+        await replicate(second, first)
+        promote(second)
+        assert ask(first.endpoint, "REPLICAOF", "127.0.0.1", str(second.port)) == "+OK\r\n"
+        assert await store.add("n", 1) == 1
+        assert store.endpoint == second.endpoint
+
+
+async def test_a_fail_back_to_the_first_server_loses_the_store(
+    pair: tuple[RedisProcess, RedisProcess], prefix: str
+) -> None:
+    """Its process and the connections are the same, and its data are those of the other server."""
+    first, second = pair
+    one, two = (RedisStore(first.endpoint, key_prefix=prefix) for _ in range(2))
+    async with one, two:
+        await one.set("k", "1")
+        await two.peek("k")
+        await replicate(second, first)
+        promote(second)
+        assert await one.add("terms") == 1  # acknowledged, and not replicated
+        await replicate(first, second)
+        promote(first)
+        former = two.incarnation
+        for number in range(5):
+            await two.set("k", str(number))
+        assert two.incarnation == former  # it has not seen what is lost
+        for store in (one, two):
+            with pytest.raises(StoreLost, match="has lost changes"):
+                await store.peek("terms")
+
+
+async def test_sentinel(
+    tmp_path: Path, pair: tuple[RedisProcess, RedisProcess], prefix: str
+) -> None:
+    """The sentinels know the master, and the next one."""
+    master, replica = pair
+    (tmp_path / "s").mkdir()
+    await replicate(replica, master)
+    with SentinelProcess(tmp_path / "s", master) as sentinel:
+        with pytest.raises(StoreTimeout, match="the sentinel knows no master 'x'"):
+            async with RedisStore(sentinel.endpoint, sentinel="x", timeout=0.3):
                 pass
-        async with (
-            RedisStore(endpoints, key_prefix=prefix, lost_after=60) as store,
-            store.lease(5) as lease,
-            store.watch("k") as watch,
-        ):
-            assert store.endpoint == master.endpoint
-            await lease.set("mine", "1")
+        endpoints = f"127.0.0.1:{free_port()},{sentinel.endpoint}"  # the first is closed
+        store = RedisStore(endpoints, key_prefix=prefix, sentinel="m", lost_after=60)
+        async with store:
             await store.set("k", "1")
-            while "master_link_status:up" not in ask(replica.endpoint, "INFO", "replication"):
-                await asyncio.sleep(0.02)
+            while "num-slaves\r\n$1\r\n1" not in ask(sentinel.endpoint, "SENTINEL", "MASTER", "m"):
+                await asyncio.sleep(0.05)
             assert ask(master.endpoint, "WAIT", "1", "0") == ":1\r\n"
             master.kill()
-            assert ask(replica.endpoint, "REPLICAOF", "NO", "ONE") == "+OK\r\n"
             await store.set("k", "2")
-            assert [(await anext(watch)).value for _ in range(2)] == [b"1", b"2"]
-            assert store.endpoint == replica.endpoint
-            assert lease.is_alive
-
-
-async def test_a_master_that_becomes_a_replica_is_left(tmp_path: Path, prefix: str) -> None:
-    """It answers a request of an open connection with READONLY."""
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    with RedisProcess(tmp_path / "a") as first, RedisProcess(tmp_path / "b") as second:
-        endpoints = f"{first.endpoint},{second.endpoint}"
-        async with RedisStore(endpoints, key_prefix=prefix, lost_after=60) as store:
-            await store.set("k", "1")
-            assert ask(second.endpoint, "REPLICAOF", "127.0.0.1", str(first.port)) == "+OK\r\n"
-            while "master_link_status:up" not in ask(second.endpoint, "INFO", "replication"):
-                await asyncio.sleep(0.02)
-            assert ask(second.endpoint, "REPLICAOF", "NO", "ONE") == "+OK\r\n"
-            assert ask(first.endpoint, "REPLICAOF", "127.0.0.1", str(second.port)) == "+OK\r\n"
-            assert await store.add("n", 1) == 1
-            assert store.endpoint == second.endpoint
-
-
-async def replicate(replica: RedisProcess, master: RedisProcess) -> None:
-    assert ask(replica.endpoint, "REPLICAOF", "127.0.0.1", str(master.port)) == "+OK\r\n"
-    while "master_link_status:up" not in ask(replica.endpoint, "INFO", "replication"):
-        await asyncio.sleep(0.02)
-
-
-async def test_a_fail_back_to_the_first_server_loses_the_store(tmp_path: Path, prefix: str) -> None:
-    """Its process and the connections are the same, and its data are those of the other server."""
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    with RedisProcess(tmp_path / "a") as first, RedisProcess(tmp_path / "b") as second:
-        one, two = (RedisStore(first.endpoint, key_prefix=prefix) for _ in range(2))
-        async with one, two:
-            await one.set("k", "1")
-            await two.peek("k")
-            await replicate(second, first)
-            assert ask(second.endpoint, "REPLICAOF", "NO", "ONE") == "+OK\r\n"
-            assert await one.add("terms") == 1  # acknowledged, and not replicated
-            await replicate(first, second)
-            assert ask(first.endpoint, "REPLICAOF", "NO", "ONE") == "+OK\r\n"
-            former = two.incarnation
-            for number in range(5):
-                await two.set("k", str(number))
-            assert two.incarnation == former  # it has not seen what is lost
-            for store in (one, two):
-                with pytest.raises(StoreLost, match="has lost changes"):
-                    await store.peek("terms")
-
-
-async def test_sentinel(tmp_path: Path, prefix: str) -> None:
-    """The sentinels know the master, and the next one."""
-    for name in ("a", "b", "s"):
-        (tmp_path / name).mkdir()
-    with (
-        RedisProcess(tmp_path / "a") as master,
-        RedisProcess(tmp_path / "b", "--replicaof", "127.0.0.1", str(master.port)) as replica,
-    ):
-        while "master_link_status:up" not in ask(replica.endpoint, "INFO", "replication"):
-            await asyncio.sleep(0.02)
-        with SentinelProcess(tmp_path / "s", master) as sentinel:
-            with pytest.raises(StoreTimeout, match="the sentinel knows no master 'x'"):
-                async with RedisStore(sentinel.endpoint, sentinel="x", timeout=0.3):
-                    pass
-            closed = f"127.0.0.1:{free_port()}"
-            store = RedisStore(
-                f"{closed},{sentinel.endpoint}", key_prefix=prefix, sentinel="m", lost_after=60
-            )
-            async with store:
-                await store.set("k", "1")
-                while "num-slaves\r\n$1\r\n1" not in ask(
-                    sentinel.endpoint, "SENTINEL", "MASTER", "m"
-                ):
-                    await asyncio.sleep(0.05)
-                assert ask(master.endpoint, "WAIT", "1", "0") == ":1\r\n"
-                master.kill()
-                await store.set("k", "2")
-                assert "role:master" in ask(replica.endpoint, "INFO", "replication")
-                assert await store.peek("k") == b"2"
+            assert "role:master" in ask(replica.endpoint, "INFO", "replication")
+            assert await store.peek("k") == b"2"
 
 
 async def test_a_lost_reply(redis_endpoint: str, prefix: str, proxy: ChaosProxy) -> None:
@@ -381,80 +351,24 @@ async def test_a_lost_reply(redis_endpoint: str, prefix: str, proxy: ChaosProxy)
     async with RedisStore(proxy.endpoint, key_prefix=prefix, lost_after=60) as store:
         await store.queue_push("q", "0")
 
-        async def lose_replies() -> None:
-            before = len(proxy.received)
+        async def lose_reply(change: Coroutine[Any, Any, Any]) -> Any:
+            await store.num_keys()
+            proxy.is_dropping_replies, before = True, len(proxy.received)
+            changing = asyncio.ensure_future(change)
             while len(proxy.received) == before:
                 await asyncio.sleep(0.001)
             proxy.cut()
             proxy.is_dropping_replies = False
+            return await changing
 
-        for change in (
-            lambda: store.add("n"),
-            lambda: store.append("n", "0"),
-            lambda: store.queue_push("q", "1"),
-            lambda: store.queue_pop("q"),
-        ):
-            await store.num_keys()
-            proxy.is_dropping_replies = True
-            losing = asyncio.ensure_future(lose_replies())
+        once = (store.add("n"), store.append("n", "0"), store.queue_push("q", "1"))
+        for change in (*once, store.queue_pop("q")):
             with pytest.raises(StoreLost, match="may have been made"):
-                await change()
-            await losing
-        for again in (lambda: store.set("k", "1"), lambda: store.compare_set("c", "", "me")):
-            await store.num_keys()
-            proxy.is_dropping_replies = True
-            losing = asyncio.ensure_future(lose_replies())
-            assert await again() in (None, b"me")
-            await losing
+                await lose_reply(change)
+        await lose_reply(store.set("k", "1"))
+        assert await lose_reply(store.compare_set("c", "", "me")) == b"me"
         assert await store.multi_get(["n", "k", "c"]) == [b"10", b"1", b"me"]
         assert await store.queue_len("q") == 1
-
-
-async def test_users(server: RedisProcess, prefix: str) -> None:
-    """A user of the run's keys and channels; what it may not do is refused."""
-    rights = [f"~{{{prefix}:*", f"&{{{prefix}:*", "+@all", "-@admin", "-@dangerous", "+info"]
-    assert ask(server.endpoint, "ACL", "SETUSER", "job", "on", ">s3cret", *rights) == "+OK\r\n"
-    assert ask(server.endpoint, "ACL", "SETUSER", "default", "off") == "+OK\r\n"
-
-    def client(key_prefix: str, **user: str) -> RedisStore:
-        return RedisStore(server.endpoint, key_prefix=key_prefix, **user)
-
-    async with client(prefix, user="job", password="s3cret") as store, store.watch("k") as watch:
-        async with store.lease(2) as lease:
-            await lease.set("mine", "1")
-        assert await store.peek("mine") is None
-        await store.set("k", "1")
-        assert (await anext(watch)).value == b"1"
-    with pytest.raises(StoreRefused, match=r"^Redis does not accept the user or the password$"):
-        async with client(prefix, user="job", password="wrong"):
-            pass
-    with pytest.raises(StoreRefused, match=r"^Redis asks for a user and a password$"):
-        async with client(prefix):
-            pass
-    with pytest.raises(StoreRefused, match=r"^the Redis user has no permission for the keys"):
-        async with client("/elsewhere", user="job", password="s3cret"):
-            pass
-
-
-async def test_tls(tmp_path: Path, authority: Authority, prefix: str) -> None:
-    """With a certificate of each side; without, the error says why."""
-    tls = authority.issue()
-    files = ["--tls-cert-file", str(tls.cert), "--tls-key-file", str(tls.key)]
-    files += ["--tls-ca-cert-file", str(tls.ca), "--port", "0"]
-    server = RedisProcess(tmp_path)
-    with server.also("--tls-port", str(server.port), *files):
-        async with RedisStore(server.endpoint, key_prefix=prefix, tls=tls) as store:
-            await store.set("k", "1")
-            async with store.watch("k") as watch:
-                await store.set("k", "2")
-                assert (await anext(watch)).value == b"2"
-        with pytest.raises(StoreTimeout, match=r"perhaps it asks for TLS"):
-            async with RedisStore(server.endpoint, timeout=0.5):
-                pass
-        other = Authority(tmp_path, "other").issue()
-        with pytest.raises(StoreTimeout, match=r"TLS: self.signed certificate|TLS: unable to get"):
-            async with RedisStore(server.endpoint, timeout=0.5, tls=other):
-                pass
 
 
 async def test_a_full_memory(tmp_path: Path, prefix: str) -> None:

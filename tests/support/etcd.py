@@ -5,27 +5,22 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from elastic_aio import TlsSpec
-from tests.support.leaks import SESSION_VARIABLE
 from tests.support.netns import Host
+from tests.support.servers import START_S, ServerProcess
 from tests.support.sockets import LOOPBACK, free_port
 
 ETCD = shutil.which("etcd")
 WHY_NOT = "needs the etcd command (Debian: etcd-server)"
-
-_START_S = 60.0
 
 _PAUSE_IS_SAFE = {(3, 4): 31, (3, 5): 13}
 """Patch releases from which a leader that was paused does not revoke living leases.
@@ -35,7 +30,7 @@ Before them it does so as soon as it goes on, before it knows of its successor: 
 """
 
 
-class EtcdProcess:
+class EtcdProcess(ServerProcess):
     """One member of a cluster; it can be killed and started again with its data."""
 
     def __init__(
@@ -47,6 +42,7 @@ class EtcdProcess:
         host: Host | None = None,
     ) -> None:
         """Choose the ports; nothing is started yet.  `host`: the network namespace to run in."""
+        super().__init__()
         self.port = free_port(LOOPBACK)
         self.peer_port = free_port(LOOPBACK)
         self.name = name
@@ -57,20 +53,6 @@ class EtcdProcess:
         self._directory = directory
         self._options = options
         self._scheme = "https" if tls else "http"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> Self:
-        self.start()
-        self.wait_ready()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.kill()
 
     def start(self, peers: Sequence[str] = ()) -> None:
         """Start it as a member of the cluster of `peers`, or as the only one."""
@@ -90,21 +72,15 @@ class EtcdProcess:
         options = [
             f"--{name}={value}" if value else f"--{name}" for name, value in arguments.items()
         ]
-        # Not marked as a process of the test's jobs, which must leave none.
-        env = {name: value for name, value in os.environ.items() if name != SESSION_VARIABLE}
-        with (self._directory / f"{self.name}.log").open("ab") as log:
-            argv = [ETCD, *options, *self._options]
-            self._process = subprocess.Popen(
-                argv if self.host is None else self.host.argv(argv),
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                env=env,
-            )
+        argv = [ETCD, *options, *self._options]
+        self.spawn(
+            argv if self.host is None else self.host.argv(argv),
+            self._directory / f"{self.name}.log",
+        )
 
     def wait_ready(self) -> None:
         """Wait until it answers; a server has no other way to say so."""
-        end = time.monotonic() + _START_S
+        end = time.monotonic() + START_S
         while not self._is_healthy():
             assert time.monotonic() < end, f"etcd {self.name} does not start: see {self._directory}"
             time.sleep(0.02)
@@ -146,7 +122,7 @@ class EtcdProcess:
     @property
     def is_leader(self) -> bool:
         """Whether it is the leader of its cluster; waits while that elects one."""
-        end = time.monotonic() + _START_S
+        end = time.monotonic() + START_S
         while "leader" not in (status := self._status()):
             assert time.monotonic() < end, f"etcd {self.name} has no leader: see {self._directory}"
             time.sleep(0.02)
@@ -156,18 +132,6 @@ class EtcdProcess:
         if self.host is None:
             return ask(self.endpoint, "maintenance/status")
         return json.loads(self._curl("/v3/maintenance/status", "POST"))
-
-    def send(self, number: int) -> None:
-        """Send it a signal."""
-        assert self._process is not None
-        self._process.send_signal(number)
-
-    def kill(self) -> None:
-        """Kill it, and wait until it has gone."""
-        if self._process is not None:
-            self._process.send_signal(signal.SIGKILL)
-            self._process.wait()
-            self._process = None
 
 
 def ask(endpoint: str, path: str, **body: object) -> Any:
@@ -221,3 +185,14 @@ def tls_options(server: TlsSpec) -> list[str]:
         f"--trusted-ca-file={server.ca}",
         "--client-cert-auth",
     ]
+
+
+def admit_one_user(endpoint: str, prefix: str) -> None:
+    """Ask clients for a user from now on: "job" with "s3cret" may use the keys of `prefix`."""
+    for name, password in (("root", "r00t"), ("job", "s3cret")):
+        ask(endpoint, "auth/user/add", name=name, password=password)
+        ask(endpoint, "auth/role/add", name=name)
+        ask(endpoint, "auth/user/grant", user=name, role=name)
+    own = {"key": text(prefix), "range_end": text(prefix[:-1] + chr(ord(prefix[-1]) + 1))}
+    ask(endpoint, "auth/role/grant", name="job", perm={"permType": "READWRITE", **own})
+    ask(endpoint, "auth/enable")

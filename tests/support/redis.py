@@ -2,69 +2,44 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import socket
-import subprocess
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
-from tests.support.leaks import SESSION_VARIABLE
+from elastic_aio import TlsSpec
+from tests.support.servers import START_S, ServerProcess
 from tests.support.sockets import LOOPBACK, free_port
 
 REDIS = shutil.which("redis-server") or shutil.which("valkey-server")
 WHY_NOT = "needs the redis-server command"
 
-_START_S = 60.0
 
-
-class RedisProcess:
+class RedisProcess(ServerProcess):
     """One server; it can be killed and started again with its data."""
 
     def __init__(self, directory: Path, *options: str, appends: bool = True) -> None:
         """Choose the port; nothing is started yet.  With `appends` data survive a kill."""
+        super().__init__()
         self.port = free_port(LOOPBACK)
         self.endpoint = f"{LOOPBACK}:{self.port}"
         self.directory = directory
         self._options = ["--appendonly", "yes" if appends else "no", *options]
-        self._process: subprocess.Popen[bytes] | None = None
 
     def also(self, *options: str) -> Self:
         """Add options, which may replace those of this class."""
         self._options += options
         return self
 
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.kill()
-
     def start(self, *options: str) -> None:
         """Start it, and wait until it listens."""
         assert REDIS is not None
         base = ["--port", str(self.port), "--bind", LOOPBACK, "--dir", str(self.directory)]
         base += ["--save", "", "--appendfsync", "always", "--daemonize", "no"]
-        # Not marked as a process of the test's jobs, which must leave none.
-        env = {name: value for name, value in os.environ.items() if name != SESSION_VARIABLE}
-        with (self.directory / "redis.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [REDIS, *self._command(base), *self._options, *options],
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                env=env,
-            )
-        end = time.monotonic() + _START_S
+        argv = [REDIS, *self._command(base), *self._options, *options]
+        self.spawn(argv, self.directory / "redis.log")
+        end = time.monotonic() + START_S
         while not self._is_listening():
             assert time.monotonic() < end, f"Redis does not start: see {self.directory}"
             time.sleep(0.02)
@@ -78,18 +53,6 @@ class RedisProcess:
                 return True
         except OSError:
             return False
-
-    def send(self, number: int) -> None:
-        """Send it a signal."""
-        assert self._process is not None
-        self._process.send_signal(number)
-
-    def kill(self) -> None:
-        """Kill it, and wait until it has gone."""
-        if self._process is not None:
-            self._process.send_signal(signal.SIGKILL)
-            self._process.wait()
-            self._process = None
 
 
 class SentinelProcess(RedisProcess):
@@ -129,3 +92,17 @@ def ask(endpoint: str, *command: str) -> str:
         parts = [f"${len(part.encode())}\r\n{part}\r\n" for part in command]
         connection.sendall(f"*{len(parts)}\r\n{''.join(parts)}".encode())
         return connection.recv(65536).decode()
+
+
+def tls_options(server: TlsSpec, port: int) -> list[str]:
+    """Return the options with which a server asks its clients for a certificate."""
+    files = {"cert": server.cert, "key": server.key, "ca-cert": server.ca}
+    options = [f"--tls-{name}-file {path}" for name, path in files.items()]
+    return " ".join([*options, f"--port 0 --tls-port {port}"]).split()
+
+
+def admit_one_user(endpoint: str, prefix: str) -> None:
+    """Ask clients for a user from now on: "job" with "s3cret" may use the keys of `prefix`."""
+    rights = [f"~{{{prefix}:*", f"&{{{prefix}:*", "+@all", "-@admin", "-@dangerous", "+info"]
+    assert ask(endpoint, "ACL", "SETUSER", "job", "on", ">s3cret", *rights) == "+OK\r\n"
+    assert ask(endpoint, "ACL", "SETUSER", "default", "off") == "+OK\r\n"
