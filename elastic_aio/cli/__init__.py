@@ -24,16 +24,16 @@ _ALL_SIGNALS = signal.valid_signals()
 _AS_TORCHRUN = "--torchrun-defaults"
 
 COMMANDS = {
-    "ps": "elastic_aio.cli.control:main_ps",
-    "status": "elastic_aio.cli.control:main_status",
+    "ps": "elastic_aio.cli.local_jobs:main_ps",
+    "status": "elastic_aio.cli.local_jobs:main_status",
     "logs": "elastic_aio.cli.logs:main_logs",
     "top": "elastic_aio.cli.top:main_top",
     "why": "elastic_aio.cli.why:main_why",
-    "dump": "elastic_aio.cli.control:main_dump",
-    "stop": "elastic_aio.cli.control:main_stop",
-    "restart": "elastic_aio.cli.control:main_restart",
-    "signal": "elastic_aio.cli.control:main_signal",
-    "wait": "elastic_aio.cli.control:main_wait",
+    "dump": "elastic_aio.cli.local_jobs:main_dump",
+    "stop": "elastic_aio.cli.local_jobs:main_stop",
+    "restart": "elastic_aio.cli.local_jobs:main_restart",
+    "signal": "elastic_aio.cli.local_jobs:main_signal",
+    "wait": "elastic_aio.cli.local_jobs:main_wait",
     "events": "elastic_aio.cli.events:main_events",
     "jobs": "elastic_aio.cli.store_jobs:main_jobs",
     "gc": "elastic_aio.cli.store_jobs:main_gc",

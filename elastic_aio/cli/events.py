@@ -1,7 +1,8 @@
-"""`aio-elastic events`: print the events of a multi-node job, on any host.
+"""`aio-elastic events`: print the events of a job on this host, or those of all its nodes.
 
 ::
 
+    aio-elastic events [JOB] [--follow] [--json] [--after N]
     aio-elastic events --rdzv-endpoint HOST:PORT[,...] --rdzv-id ID
                        [--rdzv-backend etcd] [--rdzv-conf KEY=VALUE,...]
                        [--token-file FILE] [--tls-ca FILE] [--json] [--after N] [--timeout SECONDS]
@@ -12,17 +13,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import os
-import signal
-import sys
 from collections.abc import Sequence
 
-from elastic_aio.cli.local_events import main_local_events, print_event
-from elastic_aio.cli.options import UsageError, invalid_value, parse_int, print_error
+from elastic_aio.cli.local_jobs import JobError, choose_job, command
+from elastic_aio.cli.options import invalid_value, parse_int, print_error
 from elastic_aio.cli.parser import OptionParser, add_timeout_option
+from elastic_aio.cli.status_text import local_time
+from elastic_aio.cli.store_jobs import store_errors
 from elastic_aio.cli.store_options import add_store_options, store_spec
-from elastic_aio.cli.torchrun import as_option_error
-from elastic_aio.errors import HostError, SpecError, StoreError
+from elastic_aio.control.client import ControlClient
+from elastic_aio.control.protocol import DoneReply, ErrorReply, EventReply, GetEvents
+from elastic_aio.event_json import event_from_json, event_to_json
+from elastic_aio.events import Event
 from elastic_aio.launcher import run_coroutine
 from elastic_aio.rendezvous.event_reader import follow_job
 from elastic_aio.spec.rendezvous import ENGINES
@@ -31,27 +33,19 @@ _NOTICE_S = 1.0
 """Seconds of a search after which it is reported."""
 
 
+@command("events")
 def main_events(argv: Sequence[str]) -> int:
     """Run `aio-elastic events` with these arguments; return the exit code.
 
-    0: the job has finished.  1: no store answers, or the store was lost.  2: the arguments
+    0: the job has finished.  1: no store or agent answers, or it was lost.  2: the arguments
     are invalid.  130: Ctrl-C.
     """
-    try:
+    with store_errors():
         arguments = _parser().parse_args(argv)
-        if not _is_at_store(arguments):
-            return main_local_events(arguments)
-        run_coroutine(lambda: _follow(arguments))
-    except SpecError as error:
-        return print_error("events", as_option_error(error), 2)
-    except (UsageError, HostError) as error:
-        return print_error("events", str(error), 2)
-    except StoreError as error:
-        return print_error("events", str(error), 1)
-    except BrokenPipeError:
-        # The reader of the pipe has exited.  The flush at interpreter exit would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        if _is_at_store(arguments):
+            run_coroutine(lambda: _follow(arguments))
+        else:
+            _print_events(arguments)
     return 0
 
 
@@ -149,4 +143,28 @@ async def _follow(arguments: argparse.Namespace) -> None:
             print_error("events", f"no events of run {arguments.rdzv_id!r} yet: waiting", 0)
         # Printing is the only task of this process, so a slow reader may block the loop.
         async for event in events:
-            print_event(event, is_json=arguments.json)
+            _print_event(event, is_json=arguments.json)
+
+
+def _print_events(arguments: argparse.Namespace) -> None:
+    """Print the events of a job on this host, from its control socket."""
+    request = GetEvents(after=arguments.after, follow=arguments.follow)
+    reply = None
+    with ControlClient(choose_job(arguments.job).path) as client:
+        for reply in client.replies(request):
+            if isinstance(reply, ErrorReply):
+                raise JobError(reply.problem)
+            if isinstance(reply, EventReply):
+                _print_event(event_from_json(bytes(reply.event)), is_json=arguments.json)
+    if not isinstance(reply, DoneReply):
+        raise JobError("the connection to the agent is lost: more events may have followed")
+
+
+def _print_event(event: Event, *, is_json: bool) -> None:
+    """Print an event as a line; the text begins with its time at this host."""
+    if is_json:
+        line = event_to_json(event).decode()
+    else:
+        node = f"{event.node}: " if event.node else ""
+        line = f"{local_time(event.time)}  {node}{event.sentence}"
+    print(line, flush=True)

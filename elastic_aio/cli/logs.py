@@ -13,8 +13,14 @@ from contextlib import closing, suppress
 from typing import Final
 
 from elastic_aio.aio import cancel_and_wait, create_task
-from elastic_aio.cli.control import fresh_status
-from elastic_aio.cli.local_jobs import JobError, choose_from, job_parser, matches, run_command
+from elastic_aio.cli.local_jobs import (
+    JobError,
+    choose_job,
+    command,
+    fresh_status,
+    job_parser,
+    matches,
+)
 from elastic_aio.cli.options import UsageError, parse_int, parse_number
 from elastic_aio.control.client import RunningJob, find_jobs
 from elastic_aio.control.protocol import EventReply, GetEvents, decode_reply, encode
@@ -32,12 +38,9 @@ _LINES: Final = 100
 _REPLY_MAX: Final = 1 << 26
 
 
+@command("logs")
 def main_logs(argv: Sequence[str]) -> int:
     """Run `aio-elastic logs` with these arguments; return the exit code."""
-    return run_command("logs", _logs, argv)
-
-
-def _logs(argv: Sequence[str]) -> int:
     parser = job_parser("logs", "Print the last lines that the workers of a job have written.")
     parser.add_argument(
         "rank",
@@ -81,7 +84,7 @@ def _job_and_rank(arguments: argparse.Namespace) -> tuple[RunningJob, int | None
     if is_alone and not any(str(job.pid) == name for job in matches(jobs, name)):
         name, text = None, name
     rank = None if text is None else parse_number("RANK", text)
-    return choose_from(jobs, name), rank
+    return choose_job(name, jobs), rank
 
 
 def _streams_without_file(status: JobStatus) -> str:

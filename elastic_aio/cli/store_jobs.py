@@ -11,16 +11,16 @@
 from __future__ import annotations
 
 import argparse
-import os
-import signal
+import contextlib
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
 
 import msgspec
 
-from elastic_aio.cli.options import UsageError, parse_seconds, print_error
+from elastic_aio.cli.local_jobs import JobError, command
+from elastic_aio.cli.options import UsageError, parse_seconds
 from elastic_aio.cli.parser import OptionParser, add_timeout_option
 from elastic_aio.cli.status_text import local_time
 from elastic_aio.cli.store_options import add_store_options, store_spec
@@ -36,40 +36,39 @@ _OLDER_THAN: Final = 600.0
 _EXIT_CODES: Final = "Exit codes: 0 success, 1 no store answers, 2 invalid arguments."
 
 
+@command("jobs")
 def main_jobs(argv: Sequence[str]) -> int:
     """Run `aio-elastic jobs` with these arguments; return the exit code.
 
     0: the jobs have been listed.  1: no store answers, or the store was lost.  2: the
     arguments are invalid.  130: Ctrl-C.
     """
-    return _main("jobs", _jobs_parser(), _list, argv)
+    with store_errors():
+        arguments = _jobs_parser().parse_args(argv)
+        run_coroutine(lambda: _list(arguments))
+    return 0
 
 
+@command("gc")
 def main_gc(argv: Sequence[str]) -> int:
     """Run `aio-elastic gc` with these arguments; return the exit code, as for `main_jobs`."""
-    return _main("gc", _gc_parser(), _collect, argv)
-
-
-def _main(
-    command: str,
-    parser: OptionParser,
-    run: Callable[[argparse.Namespace], Coroutine[Any, Any, None]],
-    argv: Sequence[str],
-) -> int:
-    try:
-        arguments = parser.parse_args(argv)
-        run_coroutine(lambda: run(arguments))
-    except SpecError as error:
-        return print_error(command, as_option_error(error), 2)
-    except (UsageError, HostError) as error:
-        return print_error(command, str(error), 2)
-    except StoreError as error:
-        return print_error(command, str(error), 1)
-    except BrokenPipeError:
-        # The reader of the pipe has exited.  The flush at interpreter exit would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+    with store_errors():
+        arguments = _gc_parser().parse_args(argv)
+        run_coroutine(lambda: _collect(arguments))
     return 0
+
+
+@contextlib.contextmanager
+def store_errors() -> Iterator[None]:
+    """Make errors of a command that asks a store those of a command."""
+    try:
+        yield
+    except SpecError as error:
+        raise UsageError(as_option_error(error)) from None
+    except HostError as error:
+        raise UsageError(str(error)) from None
+    except StoreError as error:
+        raise JobError(str(error)) from None
 
 
 def _jobs_parser() -> OptionParser:

@@ -18,8 +18,14 @@ from typing import Any, Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elastic_aio.cli.control import fresh_status
-from elastic_aio.cli.local_jobs import EXIT_CODES, JobError, choose_from, job_parser, run_command
+from elastic_aio.cli.local_jobs import (
+    EXIT_CODES,
+    JobError,
+    choose_job,
+    command,
+    fresh_status,
+    job_parser,
+)
 from elastic_aio.cli.options import parse_seconds
 from elastic_aio.cli.status_text import (
     JOB_COLUMNS,
@@ -54,12 +60,9 @@ class View(Struct, frozen=True):
 Draw = Callable[[View], None]
 
 
+@command("top")
 def main_top(argv: Sequence[str]) -> int:
     """Run `aio-elastic top` with these arguments; return the exit code."""
-    return run_command("top", _top, argv)
-
-
-def _top(argv: Sequence[str]) -> int:
     parser = job_parser(
         "top",
         "Show jobs and workers, and go on until Ctrl-C or the end of the job.",
@@ -78,7 +81,7 @@ def _top(argv: Sequence[str]) -> int:
     jobs = find_jobs()
     if arguments.job is None and len(jobs) > 1:
         return _watch(_Jobs(), arguments)
-    with _Workers(choose_from(jobs, arguments.job)) as workers:
+    with _Workers(choose_job(arguments.job, jobs)) as workers:
         return _watch(workers, arguments)
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_aio.cli import control, local_jobs, main
-from elastic_aio.cli.local_jobs import JobError, choose_from, matches
+from elastic_aio.cli import local_jobs, main
+from elastic_aio.cli.local_jobs import JobError, choose_job, matches
 from elastic_aio.cli.options import UsageError
 from elastic_aio.cli.status_text import JOB_COLUMNS, head_lines, job_row
 from elastic_aio.control.client import RunningJob
@@ -160,7 +160,7 @@ def test_a_name_that_is_not_of_one_job(
     jobs: list[RunningJob], name: str | None, problem: str
 ) -> None:
     with pytest.raises(UsageError) as caught:
-        choose_from(jobs, name)
+        choose_job(name, jobs)
     assert str(caught.value) == problem
 
 
@@ -182,7 +182,7 @@ def test_a_stop_of_one_node_is_no_end_of_the_job(
     """The other nodes go on."""
     status = JobStatus(run_id="abc1", node="near", group_world_size=nodes)
     monkeypatch.setattr(local_jobs, "find_jobs", lambda: [RunningJob("/7", 7, status)])
-    monkeypatch.setattr(control, "ask_job", lambda *_: EndReply(state, "enough", 143))
+    monkeypatch.setattr(local_jobs, "ask_job", lambda *_: EndReply(state, "enough", 143))
     assert ask(capfd, "stop", "abc1") == f"{ended}, exit code 143: enough\n"
 
 
@@ -219,7 +219,7 @@ def test_a_script_names_the_job(
         raise JobError("it was asked")
 
     monkeypatch.setattr(local_jobs, "find_jobs", lambda: JOBS[:1])
-    monkeypatch.setattr(control, "ask_job", ask_job)
+    monkeypatch.setattr(local_jobs, "ask_job", ask_job)
     problem = "JOB: must be given where standard input or output is no terminal; abc1 (pid 7)"
     assert problem in ask(capfd, *argv, code=2)
     for stream in (sys.stdin, sys.stdout):
