@@ -24,6 +24,7 @@ from hypercorn.config import Config
 from starlette.types import ASGIApp, Message
 
 from elastic_aio.aio import cancel_and_wait, create_task
+from elastic_aio.sockets import Acceptor
 
 CONNECTIONS_MAX: Final = 32
 """Connections at a time."""
@@ -45,8 +46,9 @@ class AsgiConnections:
         """
         self._app = app
         self._patience = patience
-        self._servers: list[asyncio.Server] = []
-        self._open: dict[asyncio.Task[None], asyncio.WriteTransport] = {}
+        self._acceptor = Acceptor((), self._on_connection)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._open: dict[asyncio.Task[None], asyncio.WriteTransport | None] = {}  # not ended
         self._config = config = Config()
         config.errorlog = logging.getLogger(__name__)
         config.h11_max_incomplete_size = HEAD_MAX
@@ -59,45 +61,39 @@ class AsgiConnections:
     def __len__(self) -> int:
         return len(self._open)
 
-    async def listen(self, sockets: Sequence[socket.socket]) -> None:
-        """Accept connections; the sockets are closed with this object.
-
-        Cancellation: the sockets are closed.
-        """
-        try:
-            for sock in sockets:
-                self._servers.append(
-                    await asyncio.start_server(self._accept, sock=sock, backlog=CONNECTIONS_MAX)
-                )
-        except BaseException:  # a cancellation
-            for sock in sockets:
-                sock.close()
-            raise
+    def listen(self, sockets: Sequence[socket.socket]) -> None:
+        """Accept connections; the sockets are closed with this object."""
+        self._acceptor = Acceptor(sockets, self._on_connection)
+        self._acceptor.start()
 
     async def aclose(self) -> None:
         """Close the sockets and all connections; this takes no time."""
-        for server in self._servers:
-            server.close()
-        for transport in self._open.values():
-            transport.abort()
-        await cancel_and_wait(list(self._open))
+        self._acceptor.close()
+        for task in list(self._open):
+            self._end(task)
+        await cancel_and_wait(list(self._tasks))
 
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _on_connection(self, connection: socket.socket) -> None:
         if len(self._open) >= CONNECTIONS_MAX:
             self._end(next(iter(self._open)))
-        task = create_task(self._serve(reader, writer), name="answer an HTTP request")
-        self._open[task] = writer.transport
+        task = create_task(self._serve(connection), name="answer an HTTP request")
+        self._open[task] = None
+        self._tasks.add(task)
         task.add_done_callback(self._end)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: connection.close())  # it may not even have begun
 
     def _end(self, task: asyncio.Task[None]) -> None:
         # Aborted first: Hypercorn waits until a transport that it closes has sent all.
         if transport := self._open.pop(task, None):
             transport.abort()
-            task.cancel()
+        task.cancel()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, connection: socket.socket) -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
+        reader, writer = await asyncio.open_connection(sock=connection)
+        self._open[task] = writer.transport
         # Without a buffer, `drain` waits until the kernel has all of the answer.
         writer.transport.set_write_buffer_limits(0)
         whole = loop.call_later(self._patience, self._end, task)

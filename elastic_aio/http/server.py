@@ -104,7 +104,7 @@ class StatusServer:
         app = status_app(self._job, keep_alive=self._keep_alive)
         is_local = all(is_loopback(sock.getsockname()[0]) for sock in sockets)
         self._connections = AsgiConnections(LocalHostOnly(app) if is_local else app, self._patience)
-        await self._connections.listen(sockets)
+        self._connections.listen(sockets)
         return self
 
     async def __aexit__(
