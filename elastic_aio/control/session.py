@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
 
 from msgspec import Raw
@@ -41,6 +41,8 @@ from elastic_aio.status import JobStatus
 
 PATIENCE: Final = 5.0
 """Seconds for a client to send its request."""
+
+Send = Callable[[Reply], Awaitable[None]]
 
 
 class ViewedJob(Protocol):
@@ -78,6 +80,9 @@ def refuse(connection: socket.socket, problem: str) -> None:
 async def serve(connection: socket.socket, job: ControlledJob) -> None:
     """Read one request from a connection, answer it, and close the connection.
 
+    A client that reads slowly delays nothing but its own answer; one that breaks off, or takes
+    too long to send its request, gets none.
+
     Cancellation: the connection is closed; what was requested goes on.
     """
     try:
@@ -88,118 +93,103 @@ async def serve(connection: socket.socket, job: ControlledJob) -> None:
         raise
     # Without a buffer, `drain` waits until the kernel has all of the answer.
     writer.transport.set_write_buffer_limits(0)
-    answering: asyncio.Task[None] | None = None
+
+    async def send(reply: Reply) -> None:
+        writer.write(encode(reply))
+        await writer.drain()
+
+    is_answered = False
     try:
-        # A client that breaks off or takes too long gets no answer.
         async with asyncio.timeout(PATIENCE):
-            request = await _read_request(reader, writer)
-        if request is None:
-            return
-        answering = create_task(_Session(writer, job, client).answer(request), name="answer")
+            try:
+                request = await _read_request(reader)
+            except ControlError as error:
+                await send(ErrorReply(str(error)))
+                return
+        answering = create_task(_answer(job, request, client, send), name="answer")
         # A client sends nothing more, so the only thing to read is its end.
         ending = create_task(reader.read(1), name="end of a control connection")
         try:
             await asyncio.wait([answering, ending], return_when=asyncio.FIRST_COMPLETED)
             if answering.done():
+                is_answered = True
                 answering.result()
         finally:
             await cancel_and_wait([answering, ending])
     except (OSError, EOFError, TimeoutError):
         pass
     finally:
-        is_answered = answering is not None and not answering.cancelled()
         writer.close() if is_answered else writer.transport.abort()
 
 
-async def _read_request(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> ControlRequest | None:
-    """Return the request; None if it is refused."""
+async def _read_request(reader: asyncio.StreamReader) -> ControlRequest:
     try:
         return decode_request(await reader.readuntil(b"\n"))
     except asyncio.LimitOverrunError:
-        problem = f"request: must have at most {REQUEST_MAX} bytes"
-    except ControlError as error:
-        problem = str(error)
-    writer.write(encode(ErrorReply(problem)))
-    await writer.drain()
-    return None
+        raise ControlError(f"request: must have at most {REQUEST_MAX} bytes") from None
 
 
-class _Session:
-    """Answers one request; a client that reads slowly delays nothing but its own answer."""
+async def _answer(job: ControlledJob, request: ControlRequest, client: str, send: Send) -> None:
+    try:
+        reply = await _perform(job, request, client, send)
+    except (SpecError, RuntimeError) as error:  # not valid, or the job has not begun
+        reply = ErrorReply(str(error))
+    await send(reply)
 
-    def __init__(self, writer: asyncio.StreamWriter, job: ControlledJob, client: str) -> None:
-        self._writer = writer
-        self._job = job
-        self._client = client
 
-    async def answer(self, request: ControlRequest) -> None:
-        """Perform a request and send the answer."""
-        try:
-            reply = await self._perform(request)
-        except (SpecError, RuntimeError) as error:  # not valid, or the job has not begun
-            reply = ErrorReply(str(error))
-        await self._send(reply)
+async def _perform(job: ControlledJob, request: ControlRequest, client: str, send: Send) -> Reply:
+    """Do what is requested; return the last reply."""
+    match request:
+        case GetStatus():
+            if request.makes_files:
+                job.make_log_files()
+            return StatusReply(job.status(usage=False))
+        case GetEvents():
+            last = job.status(usage=False).seq
+            if request.follow or request.after < last:
+                async for event in job.events(request.after):
+                    await send(EventReply(Raw(event_to_json(event))))
+                    if event.seq >= last and not request.follow:
+                        break
+            return DoneReply()
+        case SendSignal():
+            return await _send_signal(job, request)
+        case DumpStacks(reason=reason):
+            dump = await job.dump(_reason(reason, client))
+            return DumpReply(str(dump), dump.path)
+        case RestartJob(reason=reason):
+            return DoneReply(is_done=await job.restart(_reason(reason, client)))
+        case StopJob():
+            reason = _reason(request.reason, client)
+            if request.kill:
+                job.kill(signal=request.signal, reason=reason)
+            stopping = job.stop(signal=request.signal, reason=reason)
+            if not request.wait:
+                return DoneReply()
+            await stopping
+            return await _end_of(job)
+        case AwaitEnd():
+            return await _end_of(job)
 
-    async def _perform(self, request: ControlRequest) -> Reply:
-        job = self._job
-        match request:
-            case GetStatus():
-                if request.makes_files:
-                    job.make_log_files()
-                return StatusReply(job.status(usage=False))
-            case GetEvents():
-                return await self._send_events(request)
-            case SendSignal():
-                return await self._send_signal(request)
-            case DumpStacks(reason=reason):
-                dump = await job.dump(self._reason(reason))
-                return DumpReply(str(dump), dump.path)
-            case RestartJob(reason=reason):
-                return DoneReply(is_done=await job.restart(self._reason(reason)))
-            case StopJob():
-                reason = self._reason(request.reason)
-                if request.kill:
-                    job.kill(signal=request.signal, reason=reason)
-                stopping = job.stop(signal=request.signal, reason=reason)
-                if not request.wait:
-                    return DoneReply()
-                await stopping
-                return await self._end()
-            case AwaitEnd():
-                return await self._end()
 
-    def _reason(self, given: str) -> str:
-        """Return why something is done, with the client that requests it."""
-        return f"{given}, {self._client}" if given else self._client
+def _reason(given: str, client: str) -> str:
+    """Return why something is done, with the client that requests it."""
+    return f"{given}, {client}" if given else client
 
-    async def _send_signal(self, request: SendSignal) -> Reply:
-        job = self._job
-        last, workers = job.status(usage=False).seq, job.pids()
-        pids = job.forward_signal(request.signal, rank=request.rank)
-        async for event in job.events(last):
-            if isinstance(event, SignalForwarded):
-                unhandled = (rank for rank, pid in workers.items() if pid in event.unhandled)
-                return DoneReply(pids=pids, unhandled=tuple(sorted(unhandled)))
-        return DoneReply(pids=pids)
 
-    async def _send_events(self, request: GetEvents) -> Reply:
-        last = self._job.status(usage=False).seq
-        if request.follow or request.after < last:
-            async for event in self._job.events(request.after):
-                await self._send(EventReply(Raw(event_to_json(event))))
-                if event.seq >= last and not request.follow:
-                    break
-        return DoneReply()
+async def _send_signal(job: ControlledJob, request: SendSignal) -> Reply:
+    last, workers = job.status(usage=False).seq, job.pids()
+    pids = job.forward_signal(request.signal, rank=request.rank)
+    async for event in job.events(last):
+        if isinstance(event, SignalForwarded):
+            unhandled = (rank for rank, pid in workers.items() if pid in event.unhandled)
+            return DoneReply(pids=pids, unhandled=tuple(sorted(unhandled)))
+    return DoneReply(pids=pids)
 
-    async def _end(self) -> Reply:
-        last = self._job.status(usage=False).seq
-        async for event in self._job.events(last - 1):
-            if isinstance(event, JobFinished):
-                return EndReply(event.state, event.why, event.exit_code)
-        return ErrorReply("the job has ended by an internal error")
 
-    async def _send(self, reply: Reply) -> None:
-        self._writer.write(encode(reply))
-        await self._writer.drain()
+async def _end_of(job: ControlledJob) -> Reply:
+    last = job.status(usage=False).seq
+    async for event in job.events(last - 1):
+        if isinstance(event, JobFinished):
+            return EndReply(event.state, event.why, event.exit_code)
+    return ErrorReply("the job has ended by an internal error")
