@@ -24,9 +24,6 @@ from elastic_aio.control.protocol import (
 from elastic_aio.control.sockets import SOCKET_SUFFIX, directories, is_peer_allowed, peer_of
 from elastic_aio.status import JobStatus
 
-ANSWER_S: Final = 2.0
-"""Seconds for all agents together to answer: one may be suspended."""
-
 _LINE_MAX: Final = 64 << 20
 _CHUNK: Final = 1 << 18
 
@@ -47,8 +44,8 @@ class RunningJob(Struct, frozen=True):
 class ControlClient:
     """One connection to the socket of an agent."""
 
-    def __init__(self, path: str) -> None:
-        """Connect.
+    def __init__(self, path: str, timeout: float = 2.0) -> None:
+        """Connect within `timeout` seconds.
 
         Raises:
             OSError: there is no agent, or it is another user's.
@@ -56,7 +53,7 @@ class ControlClient:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._received = bytearray()
         try:
-            self._socket.settimeout(ANSWER_S)
+            self._socket.settimeout(timeout)
             self._socket.connect(path)
             if not is_peer_allowed(self._socket):
                 raise PermissionError(f"{path} is another user's")
@@ -137,15 +134,16 @@ def ask(path: str, request: ControlRequest, timeout: float | None = None) -> Rep
     return reply
 
 
-def find_jobs() -> list[RunningJob]:
+def find_jobs(patience: float = 2.0) -> list[RunningJob]:
     """Return the jobs of this user on this host, by the time of their start.
 
-    Sockets of launchers that were killed are removed.
+    Sockets of launchers that were killed are removed.  All agents together have `patience`
+    seconds to answer: one may be suspended.
     """
     clients: list[tuple[str, ControlClient | None]] = []
     for path in _paths():
         try:
-            client = ControlClient(path)
+            client = ControlClient(path, patience)
         except ConnectionRefusedError:
             _remove(path)
             continue
@@ -157,7 +155,7 @@ def find_jobs() -> list[RunningJob]:
         with contextlib.suppress(OSError):
             client.send(GetStatus())
         clients.append((path, client))
-    deadline = time.monotonic() + ANSWER_S
+    deadline = time.monotonic() + patience
     jobs = [_read_job(path, client, deadline) for path, client in clients]
     found = [job for job in jobs if job is not None]
     return sorted(found, key=lambda job: (job.status and job.status.started_at) or 0.0)

@@ -26,17 +26,6 @@ if TYPE_CHECKING:
     from elastic_aio.control.session import ControlledJob
     from elastic_aio.logs.inotify import InotifyWatcher
 
-CONNECTIONS_MAX: Final = 64
-"""Connections at a time."""
-
-_REMADE_AFTER_S: Final = 1.0
-"""Seconds from the removal of the socket to the next one: a directory is removed in steps."""
-_WATCHED_AFTER_S: Final = 10.0
-"""Seconds until the socket is watched.
-
-A short job does without: the kernel frees a watch after an RCU grace period, for which the end of
-the process waits (5 to 20 ms).
-"""
 _CLOSE_S: Final = 0.25
 """Seconds for the last answers when the job is over."""
 
@@ -44,12 +33,26 @@ _CLOSE_S: Final = 0.25
 class ControlServer:
     """Answers requests about one job; `close` comes with the end of the job."""
 
-    def __init__(self, job: ControlledJob, on_unavailable: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        job: ControlledJob,
+        on_unavailable: Callable[[str], None],
+        *,
+        connections_max: int = 64,
+        watched_after: float = 10.0,
+        remade_after: float = 1.0,
+    ) -> None:
         """Prepare; nothing listens before `open`.  The job is not kept alive.
 
         Args:
             job: what requests are about.
             on_unavailable: called with the reason when no socket can be made.
+            connections_max: connections at a time.
+            watched_after: seconds until the socket is watched.  A short job does without: the
+                kernel frees a watch after an RCU grace period, for which the end of the process
+                waits (5 to 20 ms).
+            remade_after: seconds from the removal of the socket to the next one: a directory is
+                removed in steps.
         """
         self.path = ""
         """Of the socket; empty while nothing listens."""
@@ -60,7 +63,10 @@ class ControlServer:
         self._acceptor: Acceptor | None = None
         self._watcher: InotifyWatcher | None = None
         self._timer: asyncio.TimerHandle | None = None  # until it is watched, or made anew
-        self._watched_after = _WATCHED_AFTER_S
+        self._connections_max = connections_max
+        self.watched_after = watched_after
+        """Seconds until the next socket is watched."""
+        self._remade_after = remade_after
         self._sessions: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
@@ -90,7 +96,7 @@ class ControlServer:
             self.path = ""
             raise
         self._acceptor = acceptor
-        self._timer = self._loop.call_later(self._watched_after, self._watch)
+        self._timer = self._loop.call_later(self.watched_after, self._watch)
 
     def _watch(self) -> None:
         from elastic_aio.logs.inotify import IN_ATTRIB, IN_MOVE_SELF, InotifyWatcher
@@ -103,8 +109,8 @@ class ControlServer:
     def _on_change(self, _events: Mapping[int, int]) -> None:
         if not os.path.lexists(self.path):
             self.close()
-            self._watched_after = 0.0
-            self._timer = self._loop.call_later(_REMADE_AFTER_S, self.open)
+            self.watched_after = 0.0
+            self._timer = self._loop.call_later(self._remade_after, self.open)
 
     def close(self) -> None:
         """Listen no more; answers in progress go on.  Idempotent; needs no running loop."""
@@ -144,8 +150,8 @@ class ControlServer:
             return
         from elastic_aio.control.session import refuse, serve  # most jobs are never asked
 
-        if len(self._sessions) >= CONNECTIONS_MAX:
-            refuse(connection, f"{CONNECTIONS_MAX} connections are open already")
+        if len(self._sessions) >= self._connections_max:
+            refuse(connection, f"{self._connections_max} connections are open already")
             return
         task = create_task(serve(connection, job), name="answer a control request")
         self._sessions.add(task)

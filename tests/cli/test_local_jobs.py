@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from elastic_aio.cli import local_jobs, main
 from elastic_aio.cli.local_jobs import JobError, choose_job, matches
 from elastic_aio.cli.options import UsageError
 from elastic_aio.cli.status_text import JOB_COLUMNS, head_lines, job_row
-from elastic_aio.control.client import RunningJob
+from elastic_aio.control.client import RunningJob, find_jobs
 from elastic_aio.control.protocol import EndReply, Reply
 from elastic_aio.outcome import JobState
 from elastic_aio.spec.restart import UNLIMITED
@@ -486,7 +487,7 @@ def test_several_jobs(script: Path, capfd: pytest.CaptureFixture[str], tmp_path:
 def test_a_suspended_launcher_does_not_answer(
     script: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elastic_aio.control.client.ANSWER_S", 0.3)
+    monkeypatch.setattr(local_jobs, "find_jobs", partial(find_jobs, 0.3))
     with job(capfd, script, "run-1") as program:
         program.send(signal.SIGSTOP)
         try:

@@ -31,11 +31,11 @@ from elastic_aio import (
     event_from_json,
     launch,
 )
-from elastic_aio.control import server as server_module
 from elastic_aio.control.client import ControlClient, RunningJob, ask, find_jobs
 from elastic_aio.control.protocol import (
     REQUEST_MAX,
     AwaitEnd,
+    ControlRequest,
     DoneReply,
     DumpStacks,
     EndReply,
@@ -48,7 +48,9 @@ from elastic_aio.control.protocol import (
     SendSignal,
     StatusReply,
     StopJob,
+    encode,
 )
+from elastic_aio.control.server import ControlServer
 from elastic_aio.control.session import refuse
 from elastic_aio.control.sockets import CONTROL_DIR
 from elastic_aio.outcome import JobState
@@ -74,20 +76,47 @@ async def in_thread(function: Callable[..., T], *args: Any) -> T:
 
 @asynccontextmanager
 async def controlled(
-    argv: list[str] = SLEEPER, **settings: Any
-) -> AsyncIterator[tuple[Agent, str]]:
-    """Run a job with a control socket; yield its agent and the path, when all workers run."""
-    async with Agent(LaunchSpec(argv, **settings), control=True) as agent:
+    argv: list[str] = SLEEPER,
+    *,
+    connections_max: int = 64,
+    watched_after: float = 10.0,
+    remade_after: float = 1.0,
+    on_unavailable: Callable[[str], None] = print,
+    **settings: Any,
+) -> AsyncIterator[tuple[Agent, ControlServer]]:
+    """Run a job with a control socket; yield its agent and the server, when all workers run."""
+    async with Agent(LaunchSpec(argv, **settings)) as agent:
         async for _ in agent.events():
             if agent.status(usage=False).is_ready:
                 break
-        assert agent._control is not None
-        yield agent, agent._control.path
+        server = ControlServer(
+            agent,
+            on_unavailable,
+            connections_max=connections_max,
+            watched_after=watched_after,
+            remade_after=remade_after,
+        )
+        server.open()
+        try:
+            yield agent, server
+        finally:
+            await server.aclose()
 
 
-async def test_the_socket_is_private_and_goes_with_the_job(directory: Path) -> None:
-    async with controlled() as (_, path):
-        mode = os.stat(path).st_mode
+async def connections(server: ControlServer, count: int) -> None:
+    """Wait until there are so many connections."""
+    await until(lambda: f", {count} connections" in repr(server))
+
+
+async def tell(server: ControlServer, request: ControlRequest) -> Reply:
+    """Ask the agent, beside its loop."""
+    return await in_thread(ask, server.path, request, 30)
+
+
+async def test_the_socket_of_an_agent_is_private_and_goes_with_the_job(directory: Path) -> None:
+    async with Agent(LaunchSpec(SLEEPER), control=True):
+        (name,) = sockets(directory)
+        mode = os.stat(directory / name).st_mode
         assert stat.S_ISSOCK(mode)
         assert stat.S_IMODE(mode) == 0o600
     assert sockets(directory) == []
@@ -99,8 +128,8 @@ async def test_a_job_without_control_makes_nothing(directory: Path) -> None:
 
 
 async def test_status() -> None:
-    async with controlled(nproc_per_node=2, run_id="r") as (agent, path):
-        reply = await in_thread(ask, path, GetStatus(), 30)
+    async with controlled(nproc_per_node=2, run_id="r") as (agent, server):
+        reply = await tell(server, GetStatus())
         assert isinstance(reply, StatusReply)
         assert reply.status.run_id == "r"
         assert {one.rank: one.pid for one in reply.status.workers} == agent.pids()
@@ -115,23 +144,23 @@ def received(path: str, request: GetEvents) -> list[Reply]:
 
 
 async def test_the_events_so_far() -> None:
-    async with controlled(nproc_per_node=2) as (agent, path):
-        *replies, last = await in_thread(received, path, GetEvents())
+    async with controlled(nproc_per_node=2) as (agent, server):
+        *replies, last = await in_thread(received, server.path, GetEvents())
         assert last == DoneReply()
         events = [
             event_from_json(bytes(one.event)) for one in replies if isinstance(one, EventReply)
         ]
         assert [event.seq for event in events] == list(range(agent.status().seq + 1))
-        later = await in_thread(received, path, GetEvents(after=events[-2].seq))
+        later = await in_thread(received, server.path, GetEvents(after=events[-2].seq))
         assert len(later) == 2
-        assert await in_thread(received, path, GetEvents(after=10**6)) == [DoneReply()]
+        assert await in_thread(received, server.path, GetEvents(after=10**6)) == [DoneReply()]
 
 
 async def test_events_are_followed_to_the_end() -> None:
-    async with controlled() as (agent, path):
-        following = asyncio.ensure_future(in_thread(received, path, GetEvents(follow=True)))
-        waiting = asyncio.ensure_future(in_thread(ask, path, AwaitEnd(), 30))
-        await until(lambda: "2 connections" in repr(agent._control))
+    async with controlled() as (agent, server):
+        following = asyncio.ensure_future(in_thread(received, server.path, GetEvents(follow=True)))
+        waiting = asyncio.ensure_future(tell(server, AwaitEnd()))
+        await connections(server, 2)
         await agent.stop(reason="enough")
     *_, event, last = await following
     assert isinstance(event, EventReply)
@@ -141,8 +170,8 @@ async def test_events_are_followed_to_the_end() -> None:
 
 
 async def test_stop() -> None:
-    async with controlled() as (agent, path):
-        reply = await in_thread(ask, path, StopJob(reason="enough", signal=2), 30)
+    async with controlled() as (agent, server):
+        reply = await tell(server, StopJob(reason="enough", signal=2))
         assert isinstance(reply, EndReply)
         assert (reply.state, reply.exit_code) == (JobState.STOPPED, 130)
         with pytest.raises(JobStopped):
@@ -151,29 +180,24 @@ async def test_stop() -> None:
 
 async def test_kill() -> None:
     """At once, whatever the stop plan says."""
-    async with controlled(shell("trap '' TERM; while :; do sleep 0.1; done")) as (agent, path):
-        assert await in_thread(ask, path, StopJob(kill=True, wait=False), 30) == DoneReply()
+    async with controlled(shell("trap '' TERM; while :; do sleep 0.1; done")) as (agent, server):
+        assert await tell(server, StopJob(kill=True, wait=False)) == DoneReply()
         with pytest.raises(JobStopped):
             await agent.wait()
         (exited,) = [one async for one in agent.events() if isinstance(one, WorkerExited)]
         assert exited.status.signal == 9
 
 
-async def test_restart() -> None:
-    async with controlled() as (agent, path):
-        before = agent.pids()
-        assert await in_thread(ask, path, RestartJob(reason="new"), 30) == DoneReply()
-        assert agent.pids() != before
-
-
 async def test_the_events_say_which_process_has_requested_it() -> None:
     """The kernel knows; the reason that the client gives comes first."""
     own = Path("/proc/self/comm").read_text().rstrip()
     client = f"requested by {own} (pid {os.getpid()}, uid {os.geteuid()})"
-    async with controlled() as (agent, path):
-        await in_thread(ask, path, DumpStacks(), 30)
-        await in_thread(ask, path, RestartJob(reason="new data"), 30)
-        ended = await in_thread(ask, path, StopJob(reason="enough"), 30)
+    async with controlled() as (agent, server):
+        before = agent.pids()
+        await tell(server, DumpStacks())
+        assert await tell(server, RestartJob(reason="new data")) == DoneReply()
+        assert agent.pids() != before
+        ended = await tell(server, StopJob(reason="enough"))
     kinds = StacksDumped | Restarting
     whys = [one.why async for one in agent.events() if isinstance(one, kinds)]
     assert whys == [client, f"new data, {client}"]
@@ -181,26 +205,26 @@ async def test_the_events_say_which_process_has_requested_it() -> None:
 
 
 async def test_signal() -> None:
-    async with controlled(nproc_per_node=2) as (agent, path):
+    async with controlled(nproc_per_node=2) as (agent, server):
         pids = agent.pids()
-        reply = await in_thread(ask, path, SendSignal(signal=18), 30)
+        reply = await tell(server, SendSignal(signal=18))
         assert reply == DoneReply(pids=tuple(pids.values()))
-        reply = await in_thread(ask, path, SendSignal(signal=18, rank=1), 30)
+        reply = await tell(server, SendSignal(signal=18, rank=1))
         assert reply == DoneReply(pids=(pids[1],))
-        refused = await in_thread(ask, path, SendSignal(signal=18, rank=9), 30)
+        refused = await tell(server, SendSignal(signal=18, rank=9))
         assert refused == ErrorReply(
             "rank: must be one of this node's running workers: [0, 1] (got 9)"
         )
-        assert isinstance(await in_thread(ask, path, SendSignal(signal=99), 30), ErrorReply)
+        assert isinstance(await tell(server, SendSignal(signal=99)), ErrorReply)
 
 
 async def test_a_signal_that_some_workers_do_not_handle(tmp_path: Path) -> None:
     """The answer has their ranks."""
     argv = noting("sleep 99 & wait; wait", first="[ $RANK = 1 ] || trap : USR1")
-    async with controlled(argv, nproc_per_node=3, env={"NOTES": str(tmp_path)}) as (agent, path):
+    async with controlled(argv, nproc_per_node=3, env={"NOTES": str(tmp_path)}) as (agent, server):
         await until(lambda: all((tmp_path / f"{rank}").exists() for rank in range(3)))
         pids = tuple(agent.pids().values())
-        reply = await in_thread(ask, path, SendSignal(signal=signal.SIGUSR1), 30)
+        reply = await tell(server, SendSignal(signal=signal.SIGUSR1))
         assert reply == DoneReply(pids=pids, unhandled=(1,))
 
 
@@ -223,47 +247,46 @@ def exchange(path: str, request: bytes) -> bytes:
     "request_", [b"\n", b"GET / HTTP/1.1\r\n\r\n", b"x" * (REQUEST_MAX + 100) + b"\n"]
 )
 async def test_a_bad_request_has_an_answer_and_changes_nothing(request_: bytes) -> None:
-    async with controlled() as (agent, path):
-        answer = await in_thread(exchange, path, request_)
+    async with controlled() as (agent, server):
+        answer = await in_thread(exchange, server.path, request_)
         # The kernel may drop an answer to a client that has not been read to its end.
         assert answer.startswith(b'{"reply":"error",') or len(request_) > REQUEST_MAX
         assert agent.status().is_ready
 
 
 async def test_clients_that_break_off_leave_nothing() -> None:
-    async with controlled() as (agent, path):
+    async with controlled() as (agent, server):
         for request in (b"", b'{"command":', b'{"command":"wait","version":1}\n'):
             with socket.socket(socket.AF_UNIX) as sock:
-                sock.connect(path)
+                sock.connect(server.path)
                 sock.sendall(request)
-                await until(lambda: "1 connections" in repr(agent._control))
-            await until(lambda: "0 connections" in repr(agent._control))
+                await connections(server, 1)
+            await connections(server, 0)
         assert agent.status().is_ready
 
 
-async def test_too_many_connections_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "CONNECTIONS_MAX", 2)
-    async with controlled() as (agent, path):
-        with ControlClient(path) as first, ControlClient(path) as second:
+async def test_too_many_connections_are_refused() -> None:
+    async with controlled(connections_max=2) as (_, server):
+        with ControlClient(server.path) as first, ControlClient(server.path) as second:
             for client in first, second:
                 client.send(AwaitEnd())
-            await until(lambda: "2 connections" in repr(agent._control))
-            refused = await in_thread(ask, path, GetStatus(), 30)
-            assert refused == ErrorReply("2 connections are open already")
-        await until(lambda: "0 connections" in repr(agent._control))
-        assert isinstance(await in_thread(ask, path, GetStatus(), 30), StatusReply)
+            await connections(server, 2)
+            assert await tell(server, GetStatus()) == ErrorReply("2 connections are open already")
+        await connections(server, 0)
+        assert isinstance(await tell(server, GetStatus()), StatusReply)
 
 
 @pytest.mark.slow
 async def test_a_client_that_reads_nothing_delays_no_end() -> None:
     """The kernel's buffer is full long before all events are in it."""
     with ExitStack() as stack:
-        async with asyncio.timeout(DEADLINE_S), controlled(event_history=100_000) as (agent, path):
-            client = stack.enter_context(ControlClient(path))
+        async with controlled(event_history=100_000) as (agent, server):
+            client = stack.enter_context(ControlClient(server.path))
             client.send(GetEvents(follow=True))
             for _ in range(5000):
                 agent.forward_signal("SIGCONT")
-            await agent.stop()
+            async with asyncio.timeout(DEADLINE_S):
+                await agent.stop()
 
 
 @pytest.mark.slow
@@ -278,8 +301,9 @@ async def test_a_flood_of_requests_does_not_stop_the_job() -> None:
         "    try: ask(sys.argv[1], GetStatus(), 30)\n"
         "    except OSError: break\n"
     )
-    async with controlled(nproc_per_node=2) as (agent, path):
-        client = subprocess.Popen([sys.executable, "-c", flood, path], stdout=subprocess.PIPE)
+    async with controlled(nproc_per_node=2) as (agent, server):
+        argv = [sys.executable, "-c", flood, server.path]
+        client = subprocess.Popen(argv, stdout=subprocess.PIPE)
         try:
             assert client.stdout is not None
             await in_thread(client.stdout.readline)
@@ -294,11 +318,11 @@ async def test_a_flood_of_requests_does_not_stop_the_job() -> None:
 @pytest.mark.slow
 async def test_an_idle_job_that_is_watched_does_not_wake_up() -> None:
     """A client follows the events, another one waits for the end."""
-    async with controlled() as (agent, path):
-        with ControlClient(path) as follower, ControlClient(path) as waiter:
+    async with controlled() as (_, server):
+        with ControlClient(server.path) as follower, ControlClient(server.path) as waiter:
             follower.send(GetEvents(follow=True))
             waiter.send(AwaitEnd())
-            await until(lambda: "2 connections" in repr(agent._control))
+            await connections(server, 2)
             await asyncio.sleep(0.05)
             # The loop gives up the processor once for each time it waits.
             before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
@@ -318,26 +342,21 @@ async def test_a_directory_that_cannot_be_made_costs_the_job_nothing(
 
 
 @pytest.mark.parametrize("way", ["removed", "moved"])
-async def test_a_socket_that_is_lost_is_made_anew(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
+async def test_a_socket_that_is_lost_is_made_anew(directory: Path, way: str) -> None:
     """With its directory, which goes at the logout of the user; connections go on."""
-    monkeypatch.setattr(server_module, "_REMADE_AFTER_S", 0.01)
-    monkeypatch.setattr(server_module, "_WATCHED_AFTER_S", 0.0)
-    async with controlled(run_id="r") as (agent, path):
-        # One that was made anew is watched without the seconds of a short job.
-        monkeypatch.setattr(server_module, "_WATCHED_AFTER_S", DEADLINE_S)
-        server = agent._control
-        assert server is not None
-        with ControlClient(path) as waiter:
+    async with controlled(watched_after=0.0, remade_after=0.01) as (_, server):
+        # A socket that was made anew is watched without the seconds of a short job.
+        server.watched_after = DEADLINE_S
+        first = server.path
+        with ControlClient(first) as waiter:
             waiter.send(AwaitEnd())
-            await until(lambda: "1 connections" in repr(server))
+            await connections(server, 1)
             if way == "removed":
                 shutil.rmtree(directory)
             else:
-                directory.joinpath(os.path.basename(path)).rename(directory / "elsewhere")
-            await until(lambda: server.path not in ("", path))
-            assert isinstance(await in_thread(ask, server.path, GetStatus(), 30), StatusReply)
+                Path(first).rename(directory / "elsewhere")
+            await until(lambda: server.path not in ("", first))
+            assert isinstance(await tell(server, GetStatus()), StatusReply)
             assert f"at {server.path}, " in repr(server)
             second = server.path
             os.unlink(second)
@@ -346,16 +365,11 @@ async def test_a_socket_that_is_lost_is_made_anew(
     assert [name for name in sockets(directory) if name != "elsewhere"] == []
 
 
-async def test_a_socket_that_is_lost_before_it_is_watched_is_made_anew(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server_module, "_REMADE_AFTER_S", 0.0)
-    monkeypatch.setattr(server_module, "_WATCHED_AFTER_S", 0.1)
-    async with controlled() as (agent, path):
-        os.unlink(path)
-        server = agent._control
-        assert server is not None
-        await until(lambda: server.path not in ("", path))
+async def test_a_socket_that_is_lost_before_it_is_watched_is_made_anew() -> None:
+    async with controlled(watched_after=0.1, remade_after=0.0) as (_, server):
+        first = server.path
+        os.unlink(first)
+        await until(lambda: server.path not in ("", first))
 
 
 async def test_a_short_job_does_not_watch_its_socket(directory: Path) -> None:
@@ -369,24 +383,17 @@ async def test_a_socket_that_cannot_be_made_anew_is_reported_once(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job goes on without; other changes of the file are none of these."""
-    monkeypatch.setattr(server_module, "_REMADE_AFTER_S", 0.0)
-    monkeypatch.setattr(server_module, "_WATCHED_AFTER_S", 0.0)
-    unavailable: asyncio.Queue[ControlUnavailable] = asyncio.Queue()
-
-    def listen(event: object) -> None:
-        if isinstance(event, ControlUnavailable):
-            unavailable.put_nowait(event)
-
-    spec = LaunchSpec(SLEEPER)
-    async with Agent(spec, control=True, listeners=[listen]) as agent:
-        assert agent._control is not None
-        os.chmod(agent._control.path, 0o700)
+    problems: list[str] = []
+    job = controlled(watched_after=0.0, remade_after=0.0, on_unavailable=problems.append)
+    async with job as (agent, server):
+        os.chmod(server.path, 0o700)
         monkeypatch.setenv(CONTROL_DIR, str(directory / "missing" / "more"))
-        os.unlink(agent._control.path)
-        async with asyncio.timeout(DEADLINE_S):
-            assert "no such file or directory" in (await unavailable.get()).why
-        assert agent._control.path == ""
-        assert unavailable.empty()
+        os.unlink(server.path)
+        await until(lambda: problems)
+        assert server.path == ""
+        assert agent.status().is_ready
+    (problem,) = problems
+    assert "no such file or directory" in problem
 
 
 async def test_sockets_of_dead_launchers_are_removed(directory: Path) -> None:
@@ -394,30 +401,24 @@ async def test_sockets_of_dead_launchers_are_removed(directory: Path) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(directory / "1-00000000.sock"))
     (directory / "unrelated").touch()
-    async with controlled() as (_, path):
+    async with controlled() as (_, server):
         (job,) = await in_thread(find_jobs)
-        assert job.path == path
-        assert sockets(directory) == sorted([os.path.basename(path), "unrelated"])
+        assert job.path == server.path
+        assert sockets(directory) == sorted([os.path.basename(server.path), "unrelated"])
 
 
-async def test_a_launcher_that_does_not_answer_is_listed(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_launcher_that_does_not_answer_is_listed(directory: Path) -> None:
     """It may be suspended; the others answer nevertheless."""
-    monkeypatch.setattr("elastic_aio.control.client.ANSWER_S", 0.2)
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(directory / "7-00000000.sock"))
         silent.listen()
-        (job,) = await in_thread(find_jobs)
+        (job,) = await in_thread(find_jobs, 0.2)
         assert job == RunningJob(str(directory / "7-00000000.sock"), os.getpid(), None)
 
 
 @pytest.mark.slow
-async def test_a_socket_that_only_forks_hold_open_is_removed(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_socket_that_only_forks_hold_open_is_removed(directory: Path) -> None:
     """The launcher that listened was killed, and what it had forked lives on."""
-    monkeypatch.setattr("elastic_aio.control.client.ANSWER_S", 0.2)
     listen = (
         "import os, socket, sys\n"
         "listener = socket.socket(socket.AF_UNIX)\n"
@@ -431,7 +432,7 @@ async def test_a_socket_that_only_forks_hold_open_is_removed(
     reader, writer = os.pipe()
     try:
         await in_thread(partial(subprocess.run, argv, stdin=reader, check=True))
-        assert await in_thread(find_jobs) == []
+        assert await in_thread(find_jobs, 0.2) == []
         assert sockets(directory) == []
     finally:
         os.close(reader)
@@ -443,26 +444,24 @@ async def test_the_socket_of_another_user_is_left_alone(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither side speaks with a process of another user."""
-    async with controlled() as (_, path):
+    async with controlled() as (_, server):
         uid = os.geteuid()
         with monkeypatch.context() as patch:
             patch.setattr("elastic_aio.control.sockets.peer_of", lambda _: (1, uid + 1))
             assert await in_thread(find_jobs) == []
-            assert os.path.exists(path)
-            assert await in_thread(exchange, path, b'{"command":"status","version":1}\n') == b""
+            assert os.path.exists(server.path)
+            assert await in_thread(exchange, server.path, encode(GetStatus())) == b""
 
 
 async def test_an_agent_that_is_given_up_keeps_no_socket(directory: Path) -> None:
     """The server does not keep the agent alive."""
     agent = Agent(LaunchSpec(SLEEPER), control=True)
     await agent.__aenter__()
-    done = agent._driver.done if agent._driver is not None else None
-    assert done is not None
     assert len(sockets(directory)) == 1
     with pytest.warns(ResourceWarning, match="garbage-collected"):
         del agent
-    await asyncio.wait([done])
     await until(lambda: sockets(directory) == [])
+    await until(lambda: not leaked_processes())
 
 
 def test_a_refusal_before_the_request_is_read(directory: Path) -> None:
