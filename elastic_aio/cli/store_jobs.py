@@ -22,7 +22,7 @@ import msgspec
 from elastic_aio.cli.local_jobs import JobError, command
 from elastic_aio.cli.options import UsageError, parse_seconds
 from elastic_aio.cli.parser import OptionParser, add_timeout_option
-from elastic_aio.cli.status_text import local_time
+from elastic_aio.cli.status_text import local_time, table
 from elastic_aio.cli.store_options import add_store_options, store_spec
 from elastic_aio.cli.torchrun import as_option_error
 from elastic_aio.errors import HostError, SpecError, StoreError
@@ -161,15 +161,11 @@ async def _collect(arguments: argparse.Namespace) -> None:
 
 
 def _table(jobs: Iterable[ListedJob], now: float) -> list[str]:
-    rows = [("RUN", "STATE", "NODES", "SINCE")]
+    rows = []
     for job in jobs:
         age = f"{local_time(job.since)} ({_age(now - job.since)} ago)" if job.since else "unknown"
         rows.append((_shown(job.run_id), job.state.value, str(len(job.nodes)), age))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return [
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]])
-        for row in rows
-    ]
+    return table(("RUN", "STATE", "NODES", "SINCE"), rows)
 
 
 def _shown(run_id: str) -> str:

@@ -235,13 +235,7 @@ def rich_view(view: View) -> Any:
         is_number = column in ("RANK", "PID", "CPU", "CPU TIME", "PEAK MEM", "ATTEMPT")
         drawn.add_column(column, justify="right" if is_number else "left", no_wrap=True)
     for row in view.rows:
-        style = next(
-            (
-                _STYLES[cell.split()[0]]
-                for cell in row
-                if cell.split()[:1] and cell.split()[0] in _STYLES
-            ),
-            "",
-        )
+        words = (cell.partition(" ")[0] for cell in row)
+        style = next((_STYLES[word] for word in words if word in _STYLES), "")
         drawn.add_row(*(Text(cell, style=style) for cell in row))
     return Group(*(Text(line, no_wrap=True, overflow="ellipsis") for line in view.head), "", drawn)

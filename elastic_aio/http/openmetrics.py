@@ -18,126 +18,92 @@ _UNITS: Final = ("seconds", "bytes")
 # Such as `17` or `17/1000`.
 _STEP: Final = re.compile(r"(\d{1,15})(?![\d.])", re.ASCII)
 
+_Samples = Iterable[tuple[Mapping[str, str], float]]
 _ESCAPES: Final = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
-def format_metrics(status: JobStatus, now: float) -> str:
+def format_metrics(job: JobStatus, now: float) -> str:
     """Return all metrics of a job on this node; `now` in Unix seconds."""
-    states = [worker.state for worker in status.workers]
+    names = () if job.started_at is None else ("run_id", "node", "role", "entrypoint")
+    identity = {name: str(getattr(job, name)) for name in names}
+    phases = [({"elastic_aio_phase": phase}, int(phase == job.phase)) for phase in PHASES]
+    states = [worker.state for worker in job.workers]
+    counts = [({"state": state}, states.count(state)) for state in WORKER_STATES]
+    changes, spent = job.membership_changes, job.goodput
     lines = [
-        *_family("build", "info", "Version of the launcher.", [({"version": __version__}, 1)]),
-        *_family("job", "info", "The job and its node.", [(_identity(status), 1)]),
-        *_family(
-            "phase",
-            "stateset",
-            "What the job on this node is doing.",
-            [({"elastic_aio_phase": phase}, int(phase == status.phase)) for phase in PHASES],
+        *_info("build", "Version of the launcher.", [({"version": __version__}, 1)]),
+        *_info("job", "The job and its node.", [(identity, 1)]),
+        *_family("phase", "stateset", "What the job on this node is doing.", phases),
+        *_gauge("workers", "Workers of this node in the latest attempt, by state.", counts),
+        *_gauge("attempt", "Number of the latest attempt.", job.attempt),
+        *_gauge("round", "Number of the rendezvous round, -1 before.", job.round),
+        *_counter("restarts", "Restarts after failures.", job.restarts),
+        *_counter(
+            "membership_changes", "Restarts because nodes joined, left or were lost.", changes
         ),
-        *_family(
-            "workers",
-            "gauge",
-            "Workers of this node in the latest attempt, by state.",
-            [({"state": state}, states.count(state)) for state in WORKER_STATES],
+        *_counter("elapsed_seconds", "Time since the start.", job.elapsed),
+        *_counter(
+            "goodput_seconds", "Time in which all workers of this node ran.", spent.productive
         ),
-        *_value("attempt", "gauge", "Number of the latest attempt.", status.attempt),
-        *_value("round", "gauge", "Number of the rendezvous round, -1 before.", status.round),
-        *_value("restarts", "counter", "Restarts after failures.", status.restarts),
-        *_value(
-            "membership_changes",
-            "counter",
-            "Restarts because nodes joined, left or were lost.",
-            status.membership_changes,
-        ),
-        *_value("elapsed_seconds", "counter", "Time since the start.", status.elapsed),
-        *_value(
-            "goodput_seconds",
-            "counter",
-            "Time in which all workers of this node ran.",
-            status.goodput.productive,
-        ),
-        *_value(
+        *_counter(
             "restarting_seconds",
-            "counter",
             "Time from the end of attempts to the next starts.",
-            status.goodput.restarting,
+            spent.restarting,
         ),
-        *_value(
-            "waiting_seconds",
-            "counter",
-            "Time until the first start, and of waits for nodes.",
-            status.goodput.waiting,
+        *_counter(
+            "waiting_seconds", "Time until the first start, and of waits for nodes.", spent.waiting
         ),
-        *_workers(status.workers, now),
+        *_workers(job.workers, now),
     ]
     return "\n".join([*lines, "# EOF", ""])
 
 
-def _identity(status: JobStatus) -> dict[str, str]:
-    if status.started_at is None:
-        return {}
-    return {name: getattr(status, name) for name in ("run_id", "node", "role", "entrypoint")}
-
-
 def _workers(workers: Sequence[WorkerStatus], now: float) -> list[str]:
     """Return what is known of single workers; those of the next attempt begin at zero."""
-    usages = [(_rank(one), one.usage) for one in workers if one.usage is not None]
-    resident = [(_rank(one), one.rss_bytes) for one in workers if one.rss_bytes is not None]
-    beats = [(_rank(one), one.heartbeat) for one in workers if one.heartbeat is not None]
-    steps = [(_rank(one), one.step_since) for one in workers if one.step_since is not None]
-    numbers = [(_rank(one), found) for one in workers if (found := _STEP.match(one.step))]
-    families = [
-        _family(
-            "worker_cpu_seconds",
-            "counter",
-            "CPU time of a worker and its reaped children.",
-            [(labels, usage.user_s + usage.system_s) for labels, usage in usages],
-        ),
-        _family(
-            "worker_resident_memory_bytes",
-            "gauge",
-            "Resident memory of a worker.",
-            resident,
-        ),
-        _family(
-            "worker_max_rss_bytes",
-            "gauge",
-            "Largest resident memory of a worker so far.",
-            [(labels, usage.max_rss_bytes) for labels, usage in usages],
-        ),
-        _family(
-            "worker_heartbeat_age_seconds",
-            "gauge",
-            "Time since the last message of a worker.",
-            [(labels, max(0.0, now - at)) for labels, at in beats],
-        ),
-        _family(
-            "worker_progress_age_seconds",
-            "gauge",
-            "Time since the last step of a worker began.",
-            [(labels, max(0.0, now - at)) for labels, at in steps],
-        ),
-        _family(
-            "worker_step",
-            "gauge",
-            "Number of the last step of a worker.",
-            [(labels, int(found[1])) for labels, found in numbers],
-        ),
+    ranked = [({"rank": str(one.rank), "local_rank": str(one.local_rank)}, one) for one in workers]
+    used = [(labels, one.usage) for labels, one in ranked if one.usage is not None]
+    cpu = [(labels, usage.user_s + usage.system_s) for labels, usage in used]
+    peak = [(labels, usage.max_rss_bytes) for labels, usage in used]
+    resident = [(labels, one.rss_bytes) for labels, one in ranked if one.rss_bytes is not None]
+    silent = [
+        (labels, max(0.0, now - one.heartbeat))
+        for labels, one in ranked
+        if one.heartbeat is not None
     ]
-    return [line for family in families for line in family]
+    stepping = [
+        (labels, max(0.0, now - one.step_since))
+        for labels, one in ranked
+        if one.step_since is not None
+    ]
+    steps = [(labels, int(found[1])) for labels, one in ranked if (found := _STEP.match(one.step))]
+    return [
+        *_counter("worker_cpu_seconds", "CPU time of a worker and its reaped children.", cpu),
+        *_gauge("worker_resident_memory_bytes", "Resident memory of a worker.", resident),
+        *_gauge("worker_max_rss_bytes", "Largest resident memory of a worker so far.", peak),
+        *_gauge("worker_heartbeat_age_seconds", "Time since the last message of a worker.", silent),
+        *_gauge(
+            "worker_progress_age_seconds", "Time since the last step of a worker began.", stepping
+        ),
+        *_gauge("worker_step", "Number of the last step of a worker.", steps),
+    ]
 
 
-def _rank(worker: WorkerStatus) -> dict[str, str]:
-    return {"rank": str(worker.rank), "local_rank": str(worker.local_rank)}
+def _info(name: str, text: str, samples: _Samples) -> list[str]:
+    return _family(name, "info", text, samples)
 
 
-def _value(name: str, kind: str, text: str, value: float) -> list[str]:
-    return _family(name, kind, text, [({}, value)])
+def _gauge(name: str, text: str, samples: _Samples | float) -> list[str]:
+    return _family(name, "gauge", text, samples)
 
 
-def _family(
-    name: str, kind: str, text: str, samples: Iterable[tuple[Mapping[str, str], float]]
-) -> list[str]:
+def _counter(name: str, text: str, samples: _Samples | float) -> list[str]:
+    return _family(name, "counter", text, samples)
+
+
+def _family(name: str, kind: str, text: str, samples: _Samples | float) -> list[str]:
     """Return the lines of one metric; a counter and an info have their suffix in each sample."""
+    if isinstance(samples, int | float):
+        samples = [({}, samples)]
     family = f"elastic_aio_{name}"
     suffix = {"counter": "_total", "info": "_info"}.get(kind, "")
     unit = [f"# UNIT {family} {one}" for one in _UNITS if name.endswith(f"_{one}")]

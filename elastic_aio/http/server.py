@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
-from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
@@ -107,12 +106,7 @@ class StatusServer:
         self._connections.listen(sockets)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Close the port and all connections; this takes no time."""
         if self._connections is not None:
             await self._connections.aclose()

@@ -68,30 +68,21 @@ def test_clients_look_into_all_directories(runtime: Path, fallback: Path) -> Non
     assert found.index(str(runtime / "elastic_aio")) < found.index(str(fallback))
 
 
-def test_a_directory_that_others_can_enter_is_refused(fallback: Path) -> None:
-    fallback.mkdir()
-    fallback.chmod(0o750)
-    with pytest.raises(PermissionError, match="user alone: its mode must be 0700"):
-        make_directory()
-    assert str(fallback) not in directories()
-
-
-def test_a_link_is_refused(fallback: Path, tmp_path: Path) -> None:
-    """Another user may have made it, towards a directory of ours."""
-    (tmp_path / "target").mkdir(mode=0o700)
-    fallback.symlink_to(tmp_path / "target")
-    with pytest.raises(PermissionError):
-        make_directory()
-    assert str(fallback) not in directories()
-
-
-def test_a_directory_of_another_user_is_refused(
-    fallback: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("problem", ["others can enter it", "it is a link", "another user's"])
+def test_a_directory_that_is_not_of_this_user_alone_is_refused(
+    problem: str, fallback: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Another user may have made a link, towards a directory of ours."""
     fallback.mkdir(mode=0o700)
-    uid = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
-    with pytest.raises(PermissionError):
+    if problem == "others can enter it":
+        fallback.chmod(0o750)
+    elif problem == "it is a link":
+        fallback.rename(fallback.with_name("target"))
+        fallback.symlink_to(fallback.with_name("target"))
+    else:
+        uid = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    with pytest.raises(PermissionError, match="user alone: its mode must be 0700"):
         make_directory()
     assert str(fallback) not in directories()
 
