@@ -54,7 +54,7 @@ class AsgiConnections:
         config.h11_max_incomplete_size = HEAD_MAX
         config.h2_max_concurrent_streams = 1
         config.include_server_header = False
-        config.keep_alive_max_requests = 0
+        config.keep_alive_max_requests = 1
         config.keep_alive_timeout = patience
         self._context = WorkerContext(None)
 

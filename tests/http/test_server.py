@@ -11,6 +11,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import httpx
 import pytest
 from msgspec.structs import replace
 
@@ -160,6 +161,14 @@ def messages(stream: bytes) -> list[tuple[int, str]]:
 async def test_codes(server: StatusServer, request_: bytes, code: int) -> None:
     """The connection ends with the answer."""
     assert (await ask(server, request_)).startswith(b"HTTP/1.1 %d " % code)
+
+
+@pytest.mark.parametrize("http2", [False, True])
+async def test_a_client_of_a_library(server: StatusServer, http2: bool) -> None:
+    async with httpx.AsyncClient(http1=not http2, http2=http2) as client:
+        answer = await client.get(f"http://{server.address}/healthz")
+    assert (answer.status_code, answer.text) == (200, "starting\n")
+    assert answer.http_version == ("HTTP/2" if http2 else "HTTP/1.1")
 
 
 async def test_head_has_no_body(server: StatusServer) -> None:
