@@ -351,7 +351,7 @@ RUN_OPTIONS: Final = (
     Option(
         "http",
         "serve a page, /healthz, /readyz, /metrics, /status, /events and logs over HTTP, without a"
-        " password; port 0 takes a free one (default: none)",
+        " password; port 0 takes a free one; needs the extra http (default: none)",
         metavar="HOST:PORT",
         has_variable=False,
         is_own=True,

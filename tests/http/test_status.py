@@ -215,21 +215,11 @@ def test_the_page_of_a_node() -> None:
     assert page["master"] == "10.0.0.1:29500"
     assert (page["group_rank"], page["group_world_size"], page["world_size"]) == (1, 2, 4)
     assert page["workers"][0] == {
-        "rank": 0,
-        "local_rank": 0,
-        "pid": 100,
-        "state": "succeeded",
-        "since": 0.0,
-        "status": "exit code 0",
-        "usage": None,
-        "heartbeat": None,
-        "reported": "",
-        "stdout_path": None,
-        "stderr_path": None,
-        "step": "",
-        "step_since": None,
+        "rank": 0, "local_rank": 0, "pid": 100, "state": "succeeded", "since": 0.0,
+        "status": "exit code 0", "usage": None, "heartbeat": None, "reported": "",
+        "stdout_path": None, "stderr_path": None, "step": "", "step_since": None,
         "rss_bytes": None,
-    }
+    }  # fmt: skip
     assert page["goodput"] == {"productive": 7.0, "restarting": 0.0, "waiting": 2.0}
 
 
