@@ -63,12 +63,12 @@ def main_logs(argv: Sequence[str]) -> int:
     ranks = {worker.rank for worker in status.workers}
     if rank is not None and rank not in ranks and ranks:
         raise UsageError(f"RANK: must be one of this node's: {sorted(ranks)} (got {rank})")
-    streams = _streams(status, rank, arguments.lines)
+    streams = present_streams(status, rank, arguments.lines)
     if not [*streams] and (status.workers or not arguments.follow):
         raise JobError("no output of this job is in files (see --tee, --redirects and LogSpec)")
-    if [*streams] and (missing := _streams_without_file(status)):
+    if [*streams] and (missing := streams_without_file(status)):
         _note(f"{missing} is in no file and not shown (see --tee and --redirects)")
-    printer = _Printer(has_prefix=rank is None and len(ranks) != 1)
+    printer = LinePrinter(has_prefix=rank is None and len(ranks) != 1)
     if arguments.follow:
         run_coroutine(lambda: _follow(job, status.seq, streams, rank, printer))
     else:
@@ -87,7 +87,7 @@ def _job_and_rank(arguments: argparse.Namespace) -> tuple[RunningJob, int | None
     return choose_job(name, jobs), rank
 
 
-def _streams_without_file(status: JobStatus) -> str:
+def streams_without_file(status: JobStatus) -> str:
     streams = {
         "standard output": [worker.stdout_path for worker in status.workers],
         "standard error": [worker.stderr_path for worker in status.workers],
@@ -99,7 +99,7 @@ def _note(text: str) -> None:
     print(f"aio-elastic logs: {text}", file=sys.stderr)
 
 
-def _streams(status: JobStatus, rank: int | None, lines: int) -> LoggedStreams:
+def present_streams(status: JobStatus, rank: int | None, lines: int) -> LoggedStreams:
     """Return the present streams of one rank or of all, each from its last lines on."""
     streams = LoggedStreams()
     for worker in status.workers:
@@ -130,7 +130,7 @@ def _add(
         streams.add(stream)
 
 
-async def _print(streams: LoggedStreams, printer: _Printer, *, follow: bool) -> None:
+async def _print(streams: LoggedStreams, printer: LinePrinter, *, follow: bool) -> None:
     async with LogReader(streams, lambda _: True, follow=follow) as reader:
         while lines := await reader.batch():
             printer.print(lines)
@@ -138,7 +138,7 @@ async def _print(streams: LoggedStreams, printer: _Printer, *, follow: bool) -> 
 
 
 async def _follow(
-    job: RunningJob, after: int, streams: LoggedStreams, rank: int | None, printer: _Printer
+    job: RunningJob, after: int, streams: LoggedStreams, rank: int | None, printer: LinePrinter
 ) -> None:
     """Print what is written until the end of the job."""
     following = create_task(_add_attempts(job, after, streams, rank), name="follow the attempts")
@@ -172,7 +172,7 @@ async def _add_attempts(
                     _add(streams, event, event.attempt)
 
 
-class _Printer:
+class LinePrinter:
     """Prints lines of several files; one that comes in pieces stays in one line."""
 
     def __init__(self, *, has_prefix: bool) -> None:

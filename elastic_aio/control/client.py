@@ -72,10 +72,6 @@ class ControlClient:
         """Process id of the agent; 0 in another pid namespace."""
         return peer_of(self._socket)[0]
 
-    def fileno(self) -> int:
-        """Return the descriptor of the socket."""
-        return self._socket.fileno()
-
     def send(self, request: ControlRequest) -> None:
         """Send the request.  An agent that has refused the connection has said so already."""
         with contextlib.suppress(BrokenPipeError):

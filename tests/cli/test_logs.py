@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from elastic_aio.cli.logs import _Printer, _streams, _streams_without_file
+from elastic_aio.cli.logs import LinePrinter, present_streams, streams_without_file
 from elastic_aio.logs.lines import LogLine
 from elastic_aio.status import JobStatus, WorkerStatus
 
@@ -31,7 +31,7 @@ def test_lines_are_whole_and_have_their_prefix(
     lines: list[LogLine], shown: bytes, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     """Of a line that comes in pieces the first one only."""
-    printer = _Printer(has_prefix=True)
+    printer = LinePrinter(has_prefix=True)
     for one in lines:
         printer.print([one])
     printer.finish()
@@ -39,7 +39,7 @@ def test_lines_are_whole_and_have_their_prefix(
 
 
 def test_what_is_missing_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    printer = _Printer(has_prefix=False)
+    printer = LinePrinter(has_prefix=False)
     printer.print([line(b"a\n", missed=8192), line(b"b\n", missed=None)])
     out, err = capfd.readouterr()
     assert out == "a\nb\n"
@@ -55,12 +55,12 @@ def test_each_file_is_read_once_from_its_last_lines(tmp_path: Path, is_one_file:
     err = out if is_one_file else str(tmp_path / "err")
     Path(out).write_bytes(b"a\nb\nc\n")
     worker = WorkerStatus(1, 1, 1, "running", 0.0, stdout_path=out, stderr_path=err)
-    streams = _streams(JobStatus(workers=(worker,)), None, 2)
+    streams = present_streams(JobStatus(workers=(worker,)), None, 2)
     found = [(stream.stream, stream.path, stream.begin) for stream in streams]
     # The second file does not exist any more.
     both = [("stdout", out, 2), ("stderr", err, 0)]
     assert found == ([("output", out, 2)] if is_one_file else both)
-    assert not [*_streams(JobStatus(workers=(worker,)), 0, 2)]
+    assert not [*present_streams(JobStatus(workers=(worker,)), 0, 2)]
 
 
 @pytest.mark.parametrize(
@@ -76,4 +76,4 @@ def test_streams_in_no_file_are_named(paths: tuple[str | None, str | None], miss
     stdout, stderr = paths
     workers = tuple(WorkerStatus(rank, rank, 1, "running", 0.0) for rank in range(2))
     workers = tuple(replace(one, stdout_path=stdout, stderr_path=stderr) for one in workers)
-    assert _streams_without_file(JobStatus(workers=workers)) == missing
+    assert streams_without_file(JobStatus(workers=workers)) == missing
