@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,6 +68,24 @@ def test_an_event_is_a_line_of_json(
         get_logging_handler("nowhere")
     with pytest.raises(KeyError):
         event_listener("nowhere")
+
+
+def test_a_destination_of_torchs_own_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`install` leaves that module alone, and programs know its handlers."""
+    lines: list[str] = []
+
+    def find(destination: str) -> None:
+        if destination != "theirs":
+            raise KeyError(destination)
+
+    theirs = SimpleNamespace(
+        get_logging_handler=find, record=lambda event, name: lines.append(event.serialize())
+    )
+    monkeypatch.setitem(sys.modules, "torch.distributed.elastic.events", theirs)
+    with pytest.raises(KeyError):
+        event_listener("nowhere")
+    run(LaunchSpec(["true"], run_id="j"), listeners=[event_listener("theirs")])
+    assert {Event.deserialize(line).metadata["run_id"] for line in lines} == {"j"}
 
 
 def test_an_event_of_the_rendezvous(handler: ListHandler) -> None:

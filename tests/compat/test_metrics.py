@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 
 from elastic_aio import JobFailed, LaunchSpec, run
@@ -84,7 +87,13 @@ def test_functions_are_measured(handler: ListHandler) -> None:
         profile("other")(succeed)
 
 
-def test_a_job_that_succeeds_after_a_restart(handler: ListHandler) -> None:
+def test_a_job_that_succeeds_after_a_restart(
+    handler: ListHandler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its metrics reach torch's own module too, which `install` leaves alone."""
+    theirs: dict[str, int] = {}
+    put = SimpleNamespace(put_metric=lambda name, value, group: theirs.update({name: value}))
+    monkeypatch.setitem(sys.modules, "torch.distributed.elastic.metrics.api", put)
     spec = LaunchSpec(restart_count_exits(1, 0), max_restarts=3, role="r")
     run(spec, listeners=[metric_listener()])
     names = [data.name.removeprefix("workers.r.") for data in handler.values]
@@ -102,6 +111,7 @@ def test_a_job_that_succeeds_after_a_restart(handler: ListHandler) -> None:
         "workers.r.run_failed_with_retries": 0,
         "workers.r.run_failed_no_retries": 0,
     }
+    assert theirs == handler.by_name()
 
 
 def test_a_job_that_fails(handler: ListHandler) -> None:

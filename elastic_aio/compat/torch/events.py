@@ -1,6 +1,7 @@
 """torch.distributed.elastic.events: events for `logging` handlers, and ours in torch's form.
 
-`event_listener("console")` is a listener for `launch` and `Agent`.
+`event_listener("console")` is a listener for `launch` and `Agent`.  `install` leaves torch's own
+module as it is; events of a job go to the handlers of both.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any, TextIO
+from typing import Any, ClassVar, Self, TextIO
 
 from elastic_aio import events as native
 from elastic_aio.torch_events import TorchEvents
@@ -37,6 +38,8 @@ __all__ = [
 
 EventMetadataValue = str | int | float | bool | None
 
+_TORCHS = "torch.distributed.elastic.events"
+
 
 class EventSource(StrEnum):
     """Which process an event is about."""
@@ -54,33 +57,42 @@ class NodeState(StrEnum):
     FAILED = "FAILED"
 
 
+class _Record:
+    """A dataclass as JSON."""
+
+    _enum: ClassVar[tuple[str, type[StrEnum]]]
+
+    def __str__(self) -> str:
+        return self.serialize()
+
+    @classmethod
+    def deserialize(cls, data: str | Self) -> Self:
+        """Read what `serialize` returned."""
+        if isinstance(data, cls):
+            return data
+        fields = json.loads(str(data))
+        name, enum = cls._enum
+        return cls(**{**fields, name: enum[fields[name]]})
+
+    def serialize(self) -> str:
+        """Return the event as JSON."""
+        fields: Any = self
+        return json.dumps(asdict(fields))
+
+
 @dataclass
-class Event:
+class Event(_Record):
     """An event of a job: its `name`, `source`, `timestamp` (Unix milliseconds) and `metadata`."""
 
     name: str
     source: EventSource
     timestamp: int = 0
     metadata: dict[str, EventMetadataValue] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return self.serialize()
-
-    @staticmethod
-    def deserialize(data: str | Event) -> Event:
-        """Read what `serialize` returned."""
-        if isinstance(data, Event):
-            return data
-        fields = json.loads(data)
-        return Event(**{**fields, "source": EventSource[fields["source"]]})
-
-    def serialize(self) -> str:
-        """Return the event as JSON."""
-        return json.dumps(asdict(self))
+    _enum: ClassVar[tuple[str, type[StrEnum]]] = ("source", EventSource)
 
 
 @dataclass
-class RdzvEvent:
+class RdzvEvent(_Record):
     """An event of the rendezvous; `error_trace` is the traceback of a failure."""
 
     name: str
@@ -93,21 +105,7 @@ class RdzvEvent:
     rank: int | None = None
     local_id: int | None = None
     error_trace: str = ""
-
-    def __str__(self) -> str:
-        return self.serialize()
-
-    @staticmethod
-    def deserialize(data: str | RdzvEvent) -> RdzvEvent:
-        """Read what `serialize` returned."""
-        if isinstance(data, RdzvEvent):
-            return data
-        fields = json.loads(data)
-        return RdzvEvent(**{**fields, "node_state": NodeState[fields["node_state"]]})
-
-    def serialize(self) -> str:
-        """Return the event as JSON."""
-        return json.dumps(asdict(self))
+    _enum: ClassVar[tuple[str, type[StrEnum]]] = ("node_state", NodeState)
 
 
 class _ConsoleHandler(logging.StreamHandler[TextIO]):
@@ -184,16 +182,7 @@ def construct_and_record_rdzv_event(
 ) -> None:
     """Make a `RdzvEvent` and record it; without a handler for such events, nothing is done.
 
-    Args:
-        run_id: of the rendezvous.
-        message: what happened.
-        node_state: of this node.
-        name: of the event; empty is the caller's function.
-        hostname: empty is this host's.
-        pid: None is this process's.
-        master_endpoint: of the store.
-        local_id: of the node.
-        rank: of the node.
+    Without a name it has that of the caller's function; the host and the process are this one.
     """
     if isinstance(get_logging_handler("dynamic_rendezvous"), logging.NullHandler):
         return
@@ -226,15 +215,20 @@ def torch_events() -> Callable[[native.Event], list[str]]:
 def event_listener(destination: str = "null") -> Callable[[native.Event], None]:
     """Return a listener that records the events of a job as torch's, at a destination.
 
+    A destination that only torch's own module knows is torch's, if that has been imported.
+
     Raises:
         KeyError: there is no such destination.
     """
-    get_logging_handler(destination)
+    home: Any = sys.modules[__name__]
+    if destination not in _log_handlers:
+        home = sys.modules.get(_TORCHS, home)
+    home.get_logging_handler(destination)
     translate = TorchEvents()
 
     def listen(event: native.Event) -> None:
         for line in translate(event):
             fields: dict[str, Any] = {**line, "source": EventSource[line["source"]]}
-            record(Event(**fields), destination)
+            home.record(Event(**fields), destination)
 
     return listen

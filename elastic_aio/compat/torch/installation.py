@@ -7,8 +7,8 @@ A name is replaced as soon as the module of torch that defines it has been execu
 that imports it later gets ours.  In modules that have been imported before, every reference to
 one of torch's objects is replaced.  torch is not imported by this module.
 
-What stays torch's: private names, the stores, torch.multiprocessing, the etcd backends, and
-torch's own rendezvous backends.
+What stays torch's: private names, the stores, torch.multiprocessing, the etcd backends, torch's
+own rendezvous backends, and the modules of events and metrics, which get those of our jobs.
 """
 
 from __future__ import annotations
@@ -59,21 +59,6 @@ _NAMES: Final[Mapping[str, tuple[str, str]]] = {
         "FileTimerClient FileTimerRequest FileTimerServer",
     ),
     f"{_ELASTIC}.timer.local_timer": ("timers", "LocalTimerClient LocalTimerServer"),
-    f"{_ELASTIC}.events": (
-        "events",
-        "construct_and_record_rdzv_event record record_rdzv_event",
-    ),
-    f"{_ELASTIC}.events.api": ("events", "Event EventSource NodeState RdzvEvent"),
-    f"{_ELASTIC}.events.handlers": ("events", "get_logging_handler"),
-    f"{_ELASTIC}.metrics.api": (
-        "metrics",
-        """
-        ConsoleMetricHandler MetricData MetricHandler MetricStream MetricsConfig
-        NullMetricHandler configure getStream get_elapsed_time_ms prof profile publish_metric
-        put_metric
-        """,
-    ),
-    f"{_ELASTIC}.metrics": ("metrics", "initialize_metrics"),
     f"{_ELASTIC}.rendezvous": ("rendezvous", "rendezvous_handler_registry"),
     f"{_ELASTIC}.rendezvous.api": (
         "rendezvous",

@@ -1,16 +1,18 @@
 """torch.distributed.elastic.metrics: handlers of metrics, and the metrics of a job.
 
-`metric_listener()` is a listener for `launch` and `Agent`.
+`metric_listener()` is a listener for `launch` and `Agent`.  `install` leaves torch's own module as
+it is; metrics of a job go to the handlers of both.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 from elastic_aio.events import Event
 from elastic_aio.torch_events import TorchMetrics
@@ -32,6 +34,8 @@ __all__ = [
     "publish_metric",
     "put_metric",
 ]
+
+_TORCHS = "torch.distributed.elastic.metrics.api"
 
 Profiled = TypeVar("Profiled", bound=Callable[..., Any])
 
@@ -123,9 +127,8 @@ def initialize_metrics(cfg: MetricsConfig | None = None) -> None:
 def _get_metric_name(fn: Callable[..., Any]) -> str:
     """Return `Class.method`, or the last part of the module and the function."""
     name = fn.__qualname__
-    if "." in name or not fn.__module__:
-        return name
-    return f"{fn.__module__.rpartition('.')[2]}.{name}"
+    is_whole = "." in name or not fn.__module__
+    return name if is_whole else f"{fn.__module__.rpartition('.')[2]}.{name}"
 
 
 @overload
@@ -137,16 +140,10 @@ def prof(fn: None = None, group: str = ...) -> Callable[[Profiled], Profiled]: .
 
 
 def prof(fn: Any = None, group: str = "torchelastic") -> Any:
-    """Decorate a function: its metrics are `NAME.success`, `.failure` and `.duration.ms`.
+    """Decorate a function: its metrics are `NAME.success`, `.failure` and `.duration.ms`."""
+    if fn is None:
+        return functools.partial(prof, group=group)
 
-    Args:
-        fn: the function; None to give a group.
-        group: of the metrics.
-    """
-    return _wrap(fn, group) if fn else lambda fn: _wrap(fn, group)
-
-
-def _wrap(fn: Profiled, group: str) -> Profiled:
     @functools.wraps(fn)
     def measured(*args: Any, **kwargs: Any) -> Any:
         key, began = _get_metric_name(fn), time.time()
@@ -160,7 +157,7 @@ def _wrap(fn: Profiled, group: str) -> Profiled:
             put_metric(f"{key}.duration.ms", get_elapsed_time_ms(began), group)
         return result
 
-    return cast("Profiled", measured)
+    return measured
 
 
 def profile(group: str = "torchelastic") -> Callable[[Profiled], Profiled]:
@@ -180,11 +177,17 @@ def publish_metric(metric_group: str, metric_name: str, metric_value: int) -> No
 
 
 def metric_listener(group: str = "torchelastic") -> Callable[[Event], None]:
-    """Return a listener that sends the metrics of a job to the handler of a group."""
+    """Return a listener that sends the metrics of a job to the handler of a group.
+
+    And to that of torch's own module, if the program has imported it.
+    """
     translate = TorchMetrics()
 
     def listen(event: Event) -> None:
+        torchs = sys.modules.get(_TORCHS)
         for name, value in translate(event):
             put_metric(name, value, group)
+            if torchs is not None:
+                torchs.put_metric(name, value, group)
 
     return listen
