@@ -15,8 +15,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from elastic_aio.compat.torch.timers.api import RequestQueue, TimerClient, TimerRequest
-from elastic_aio.compat.torch.timers.local import ProcessTimerServer, send_signal
+from elastic_aio.compat.torch.timers.api import (
+    ProcessTimerServer,
+    RequestQueue,
+    TimerClient,
+    TimerRequest,
+    send_signal,
+)
 
 __all__ = ["FileTimerClient", "FileTimerRequest", "FileTimerServer"]
 
