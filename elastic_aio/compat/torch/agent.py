@@ -12,7 +12,6 @@ from __future__ import annotations
 import abc
 import asyncio
 import codecs
-import dataclasses
 import logging
 import os
 import signal
@@ -21,7 +20,7 @@ import threading
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, TextIO
 
@@ -86,15 +85,8 @@ _NODES_MAX = 65_536
 """For a handler that does not say how many nodes it may have."""
 
 _PRIVATE_METHODS = (
-    "_assign_worker_ranks",
-    "_exit_barrier",
-    "_initialize_workers",
-    "_invoke_run",
-    "_monitor_workers",
-    "_rendezvous",
-    "_restart_workers",
-    "_shutdown",
-    "_start_workers",
+    *("_assign_worker_ranks", "_exit_barrier", "_initialize_workers", "_invoke_run"),
+    *("_monitor_workers", "_rendezvous", "_restart_workers", "_shutdown", "_start_workers"),
     "_stop_workers",
 )
 _SEAM = (
@@ -110,42 +102,34 @@ _SEAM = (
 class WorkerSpec:
     """What the workers of a node run, and how they are supervised.
 
+    The settings of a `LaunchConfig` mean the same here; `fn` is an older name of `entrypoint`.
+
     Raises:
         ValueError: a setting cannot be accepted.
     """
 
     role: str
-    """Role of the workers."""
     local_world_size: int
     """Workers of this node."""
     rdzv_handler: Any
     """`RendezvousHandler`, of this library or of torch."""
     fn: Callable[..., Any] | None = None
-    """Older name of `entrypoint`."""
     entrypoint: Callable[..., Any] | str | None = None
     """A function, or a program."""
     args: tuple[Any, ...] = ()
     """Arguments of every worker; `${local_rank}` is replaced in those of a program."""
     max_restarts: int = 3
-    """How many failed attempts may be followed by another one."""
     monitor_interval: float = 0.1
-    """Seconds between two looks for waiting nodes of a handler that is not ours."""
     master_port: int | None = None
     """Port of the workers' store in place of the handler's."""
     master_addr: str | None = None
     """Its address in place of the handler's."""
     local_addr: str | None = None
-    """Address of this node for the others."""
     event_log_handler: str = "null"
-    """Where torch's events go: "null" or "console"."""
     numa_options: Any = None
-    """torch `NumaOptions`."""
     duplicate_stdout_filters: list[str] | None = None
-    """Lines of stdout with one of these texts are copied to a file."""
     duplicate_stderr_filters: list[str] | None = None
-    """The same for stderr."""
     virtual_local_rank: bool = False
-    """Whether each worker has LOCAL_RANK 0 and sees its own GPU only."""
 
     def __post_init__(self) -> None:
         """Check the settings."""
@@ -168,26 +152,19 @@ class WorkerSpec:
         return getattr(self.entrypoint, "__qualname__", type(self.entrypoint).__qualname__)
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Worker:
-    """One worker, with its ranks; `id` is its process id once it has started."""
+    """One worker: its ranks and the sizes of their worlds, -1 as long as they are not known.
 
-    __slots__ = ("global_rank", "id", "local_rank", "role_rank", "role_world_size", "world_size")
+    `id` is its process id once it has started.
+    """
 
-    def __init__(
-        self,
-        local_rank: int,
-        global_rank: int = -1,
-        role_rank: int = -1,
-        world_size: int = -1,
-        role_world_size: int = -1,
-    ) -> None:
-        """Keep the ranks and the sizes of their worlds; -1 is not known yet."""
-        self.id: Any = None
-        self.local_rank = local_rank
-        self.global_rank = global_rank
-        self.role_rank = role_rank
-        self.world_size = world_size
-        self.role_world_size = role_world_size
+    local_rank: int
+    global_rank: int = -1
+    role_rank: int = -1
+    world_size: int = -1
+    role_world_size: int = -1
+    id: Any = field(default=None, init=False)
 
     def __str__(self) -> str:
         names = ("local_rank", "global_rank", "role_rank", "world_size", "role_world_size")
@@ -199,14 +176,12 @@ class Worker:
 class WorkerState(str, Enum):  # noqa: UP042  # str() is as in torch
     """The state of a worker group."""
 
-    UNKNOWN = "UNKNOWN"
-    """Not used."""
+    UNKNOWN = "UNKNOWN"  # not used
     INIT = "INIT"
     """The workers have not been started."""
     HEALTHY = "HEALTHY"
     """They run."""
-    UNHEALTHY = "UNHEALTHY"
-    """Not used."""
+    UNHEALTHY = "UNHEALTHY"  # not used
     STOPPED = "STOPPED"
     """They are stopped, and another attempt follows."""
     SUCCEEDED = "SUCCEEDED"
@@ -222,17 +197,6 @@ class WorkerState(str, Enum):  # noqa: UP042  # str() is as in torch
 
 class WorkerGroup:
     """The workers of this node; the agent changes it while it runs."""
-
-    __slots__ = (
-        "group_rank",
-        "group_world_size",
-        "master_addr",
-        "master_port",
-        "spec",
-        "state",
-        "store",
-        "workers",
-    )
 
     def __init__(self, spec: WorkerSpec) -> None:
         """Begin before the first round."""
@@ -412,7 +376,7 @@ def _run_result(result: LaunchResult) -> RunResult:
 # ------------------------------------------------------------------- the job
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class JobSettings:
     """The settings of an agent that are not in its `WorkerSpec` (see `LocalElasticAgent`)."""
 
@@ -429,11 +393,7 @@ class AgentJob:
     """One run of the workers of a `WorkerSpec`."""
 
     def __init__(self, worker_spec: WorkerSpec, settings: JobSettings) -> None:
-        """Translate the settings; nothing is started before `run`.
-
-        Raises:
-            ValueError: a setting cannot be accepted.
-        """
+        """Translate the settings, or raise a ValueError; nothing is started before `run`."""
         self._worker_spec = worker_spec
         self._settings = settings
         self._handler = worker_spec.rdzv_handler
@@ -442,8 +402,6 @@ class AgentJob:
         self._signals = _signal_spec(settings.signals)
         self._event_handlers = _event_handlers(worker_spec.event_log_handler)
         self._server = _status_server()
-
-    # ------------------------------------------------------------------ the spec
 
     def _launch_spec(self) -> LaunchSpec:
         spec, settings = self._worker_spec, self._settings
@@ -470,9 +428,7 @@ class AgentJob:
             host_store=bool(handler.use_agent_store),
             logs=self._log_spec(),
             stop=StopPlan.within(settings.shutdown_timeout),
-            rendezvous=dataclasses.replace(
-                rendezvous, exit_barrier_timeout=settings.exit_barrier_timeout
-            ),
+            rendezvous=replace(rendezvous, exit_barrier_timeout=settings.exit_barrier_timeout),
             numa_binding=numa_mode(spec.numa_options),
             virtual_local_rank=spec.virtual_local_rank,
             timers=timers_from(os.environ),
@@ -496,15 +452,10 @@ class AgentJob:
         }
         return TorchLogLayout(specs, of_all_workers, **others)
 
-    # ------------------------------------------------------------------- the run
-
     def run(self, listeners: Sequence[EventListener]) -> LaunchResult:
         """Run the job to its end; return the result also of workers that failed.
 
         On the main thread the signals of the settings stop the job.
-
-        Args:
-            listeners: called with every event.
 
         Raises:
             RendezvousError: the nodes did not come together, or the job has ended before.
@@ -512,7 +463,8 @@ class AgentJob:
             Exception: what the rendezvous handler raised.
         """
         try:
-            result = self._run([_log_event, *self._event_handlers, *listeners])
+            with console_descriptors() as console:
+                result = self._run([_log_event, *self._event_handlers, *listeners], console)
         except JobStopped as error:
             number = error.result.exit_code - 128
             text = f"Process got signal: {number} ({signal_name(number)})"
@@ -541,13 +493,7 @@ class AgentJob:
         )
         return self._bridge
 
-    def _run(self, listeners: Sequence[EventListener]) -> LaunchResult:
-        with console_descriptors() as console:
-            return self._run_agent(listeners, console)
-
-    def _run_agent(
-        self, listeners: Sequence[EventListener], console: tuple[int, int]
-    ) -> LaunchResult:
+    def _run(self, listeners: Sequence[EventListener], console: tuple[int, int]) -> LaunchResult:
         is_ours = isinstance(self._handler, DynamicRendezvousHandler)
         factory = None if is_ours else self._make_bridge
         server = self._server
@@ -609,18 +555,18 @@ def _run_in_thread(agent: Agent, server: StatusServer | None) -> LaunchResult:
 
     KeyboardInterrupt stops the job first.
     """
+
+    async def stop() -> None:
+        await agent.stop(signal=signal.SIGINT, reason="SIGINT was received")
+
     loop = LoopThread()
     try:
         return loop.call(_served(server, _wait(agent)))
     except KeyboardInterrupt:
-        loop.call(_stop(agent))
+        loop.call(stop())
         raise
     finally:
         loop.close()
-
-
-async def _stop(agent: Agent) -> None:
-    await agent.stop(signal=signal.SIGINT, reason="SIGINT was received")
 
 
 def _log_event(event: Event) -> None:
@@ -660,8 +606,9 @@ def _signal_spec(names: str | None) -> SignalSpec:
 def console_descriptors() -> Iterator[tuple[int, int]]:
     """Return descriptors for shown stdout and stderr; leaving waits for what was written.
 
-    Raises:
-        OSError: no descriptor is left.
+    A notebook, a test and `contextlib.redirect_stdout` put another object in the place of
+    `sys.stdout`, and torch's agent writes to it.  Ours writes to descriptors, so a thread copies
+    from a pipe.
     """
     with ExitStack() as stack:
         streams = ((sys.stdout, 1), (sys.stderr, 2))

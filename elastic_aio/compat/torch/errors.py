@@ -159,12 +159,7 @@ class ChildFailedError(Exception):
         return rank, self.failures[rank]
 
     def format_msg(self, boarder_delim: str = "=", section_delim: str = "-") -> str:
-        """Return the report.
-
-        Args:
-            boarder_delim: makes the first and the last line.
-            section_delim: makes the lines between sections.
-        """
+        """Return the report; the arguments make its first and last line, and those between."""
         root, _ = self.get_first_failure()
         title = f"{self.name} FAILED"
         local = socket.getfqdn()
@@ -247,13 +242,7 @@ class ErrorHandler:
         rootcause_error: dict[str, Any],
         error_code: int = 0,
     ) -> None:
-        """Add the exit code to the content of an error file.
-
-        Args:
-            rootcause_error_file: its path, for the log.
-            rootcause_error: its content, which is changed.
-            error_code: the exit code.
-        """
+        """Add the exit code to the content of an error file, whose path is for the log."""
         message = rootcause_error.get("message")
         if message is None:
             logger.warning(
@@ -271,11 +260,7 @@ class ErrorHandler:
             message["errorCode"] = error_code
 
     def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None:
-        """Copy the error file of a child to this process's own, with the exit code.
-
-        Args:
-            rootcause_error_file: path of the child's file.
-            error_code: exit code of the child; 0 adds none.
+        """Copy the error file of a child to this process's own, with its exit code but 0.
 
         Raises:
             OSError: the child's file cannot be read.
@@ -319,11 +304,7 @@ def record(fn: Wrapped, error_handler: ErrorHandler | None = None) -> Wrapped:
 
     An Exception is recorded by `error_handler` and raised again; of a `ChildFailedError`
     or a `JobFailed` the error file of the first failure is passed on.  `SystemExit(0)`
-    becomes a return of None.
-
-    Args:
-        fn: the function, `def` or `async def`.
-        error_handler: writes the error file; None is `get_error_handler()`.
+    becomes a return of None.  The function may be `async def`.
     """
     handler = error_handler or get_error_handler()
     if inspect.iscoroutinefunction(fn):

@@ -95,11 +95,8 @@ class RendezvousStoreInfo:
     ) -> RendezvousStoreInfo:
         """Publish address and port on rank 0, and return them on all nodes.
 
-        Args:
-            rank: rank of this node.
-            store: torch `Store` that all nodes of the round share.
-            local_addr: address of this node; None takes its fully qualified name.
-            server_port: port of an existing store; None takes a free one.
+        By default these are the fully qualified name of the host and a free port.  The nodes of
+        the round share `store`, one of torch's.
         """
         if rank == 0:
             port = server_port or free_port()
@@ -121,38 +118,28 @@ class RendezvousInfo:
         world_size: int,
         bootstrap_store_info: RendezvousStoreInfo | None,
     ) -> None:
-        """Keep the parts of the round.
-
-        Args:
-            store: torch `Store` that the agents of the round share.
-            rank: rank of this node.
-            world_size: number of nodes.
-            bootstrap_store_info: where the workers meet.
-        """
-        self._store = store
-        self._rank = rank
-        self._world_size = world_size
-        self._bootstrap_store_info = bootstrap_store_info
+        """Keep the parts of the round."""
+        self._parts = store, rank, world_size, bootstrap_store_info
 
     @property
     def store(self) -> Any:
         """The torch `Store` of the agents."""
-        return self._store
+        return self._parts[0]
 
     @property
     def rank(self) -> int:
         """The rank of this node."""
-        return self._rank
+        return self._parts[1]
 
     @property
     def world_size(self) -> int:
         """The number of nodes."""
-        return self._world_size
+        return self._parts[2]
 
     @property
     def bootstrap_store_info(self) -> RendezvousStoreInfo | None:
         """Where the workers meet."""
-        return self._bootstrap_store_info
+        return self._parts[3]
 
 
 class RendezvousHandler(abc.ABC):
@@ -211,16 +198,7 @@ class RendezvousParameters:
         local_addr: str | None = None,
         **kwargs: Any,
     ) -> None:
-        """Keep and check the settings.
-
-        Args:
-            backend: name of the backend.
-            endpoint: `HOST:PORT` of its store.
-            run_id: id of the run, the same on all nodes.
-            min_nodes: least number of nodes.
-            max_nodes: largest number of nodes.
-            local_addr: address of this node for the others; None finds it.
-            **kwargs: settings of the backend.
+        """Keep and check the settings (see `LaunchConfig`); `kwargs` are the backend's own.
 
         Raises:
             ValueError: a setting cannot be accepted.
@@ -245,11 +223,7 @@ class RendezvousParameters:
         return self.config.get(key, default)
 
     def get_as_bool(self, key: str, default: bool | None = None) -> bool | None:
-        """Return the value of a setting as a bool.
-
-        Raises:
-            ValueError: it is something else.
-        """
+        """Return the value of a setting as a bool, or raise a ValueError."""
         value = self.get(key, default)
         if value is None or isinstance(value, bool):
             return value
@@ -260,11 +234,7 @@ class RendezvousParameters:
         raise ValueError(f"{key}: must be a valid boolean value (got {value!r})")
 
     def get_as_int(self, key: str, default: int | None = None) -> int | None:
-        """Return the value of a setting as an int.
-
-        Raises:
-            ValueError: it is something else.
-        """
+        """Return the value of a setting as an int, or raise a ValueError."""
         value = self.get(key, default)
         if value is None:
             return None
@@ -285,11 +255,7 @@ class RendezvousHandlerRegistry:
         self._registry: dict[str, RendezvousHandlerCreator] = {}
 
     def register(self, backend: str, creator: RendezvousHandlerCreator) -> None:
-        """Add a backend.
-
-        Args:
-            backend: its name.
-            creator: makes a handler from its parameters.
+        """Add a backend, whose handlers `creator` makes.
 
         Raises:
             ValueError: the name is empty, or taken by another creator.

@@ -96,7 +96,7 @@ _LOCAL = "127.0.0.1"
 
 
 class HandlerThread:
-    """A daemon thread that calls blocking methods one after the other.
+    """A thread that calls blocking methods one after the other.
 
     A daemon: a call may block for minutes after the job has ended without it.
     """
@@ -373,11 +373,7 @@ class Participation:
     ) -> None:
         """Prepare; nothing is connected before `next_round`.
 
-        Args:
-            run_id: id of the run, the same on all nodes.
-            nodes: how many nodes the job has.
-            rendezvous: how they find each other.
-            serves: whether the node of rank 0 serves the store of each round's workers.
+        With `serves` the node of rank 0 serves the store of each round's workers.
         """
         self._run_id = run_id
         self._spec = LaunchSpec(
@@ -439,14 +435,16 @@ class Participation:
                 raise RendezvousClosedError(f"the rendezvous of run {self._run_id} is closed")
             placement, self._next = self._next, None
             self._current = placement
-        self._loop.call(self._report_started(placement))
+        self._loop.call(self._report(RoundStarted(placement.round)))
         return self._info(placement)
 
     def end_job(self) -> None:
         """Let no further round begin, on any node."""
         if self._loop is not None and self._current is not None and not self.has_ended:
             self._is_closing = True
-            self._loop.call(self._report_closed(self._current))
+            why = f"the agent on {hostname()} has closed the rendezvous"
+            end = RoundStopped(self._current.round, is_permanent=True, permanent_reason=why)
+            self._loop.call(self._report(end))
 
     def close(self) -> None:
         """Leave, and release everything.
@@ -496,26 +494,19 @@ class Participation:
         self._rendezvous = make_rendezvous(self._spec, node, self._run_id, self)
         await self._rendezvous.open()
 
-    async def _report_started(self, placement: Placement) -> None:
+    async def _report(self, *reports: Report) -> None:
         assert self._rendezvous is not None, "the round came from it"
-        self._rendezvous.report(RoundStarted(placement.round))
+        for report in reports:
+            self._rendezvous.report(report)
 
     async def _report_stopped(self, placement: Placement) -> None:
-        assert self._rendezvous is not None, "the round came from it"
         if self.is_round_over:
             # A stopped round may be newer: one that began and was stopped unseen.
-            self._rendezvous.report(RoundStopped(max(placement.round, self._stopping)))
+            await self._report(RoundStopped(max(placement.round, self._stopping)))
             return
         failure = _unknown_failure(placement)
-        self._rendezvous.report(RoundFailing(placement.round, failure.message))
-        self._rendezvous.report(RoundStopped(placement.round, (failure,)))
-
-    async def _report_closed(self, placement: Placement) -> None:
-        assert self._rendezvous is not None, "the round came from it"
-        why = f"the agent on {hostname()} has closed the rendezvous"
-        self._rendezvous.report(
-            RoundStopped(placement.round, is_permanent=True, permanent_reason=why)
-        )
+        failing = RoundFailing(placement.round, failure.message)
+        await self._report(failing, RoundStopped(placement.round, (failure,)))
 
     async def _leave(self) -> None:
         if self._rendezvous is not None:

@@ -46,14 +46,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         *,
         master_port: int | None = None,
     ) -> None:
-        """Prepare; nothing is connected before `next_rendezvous`.
-
-        Args:
-            run_id: id of the run, the same on all nodes.
-            nodes: how many nodes the job has.
-            rendezvous: how they find each other.
-            master_port: port of the workers' store; None takes a free one in each round.
-        """
+        """Prepare; nothing is connected before `next_rendezvous`."""
         if not run_id:
             raise ValueError("run_id: must be a non-empty string (got '')")
         self.nodes = nodes
@@ -133,28 +126,36 @@ class StaticTCPRendezvous(DynamicRendezvousHandler):
 
 
 def create_c10d_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
-    """Return a handler of the backend "c10d".
+    """Return a handler of the backend "c10d", or raise a ValueError."""
+    endpoint = params.endpoint.strip() or RendezvousSpec().endpoint
+    return _dynamic_handler(params, "c10d", endpoint)
 
-    Raises:
-        ValueError: a setting cannot be accepted.
-    """
-    # The launcher adds `timeout` for every backend; this one does not use it.
+
+def create_etcd_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
+    """Return a handler of the backends "etcd" and "etcd-v2", or raise a ValueError."""
+    if not (endpoint := params.endpoint.strip()):
+        problem = f'{params.backend!r} is torch\'s default and needs an endpoint; set "c10d"'
+        raise ValueError(f"rdzv_backend: {problem}")
+    return _dynamic_handler(params, params.backend, endpoint)
+
+
+def _dynamic_handler(
+    params: RendezvousParameters, backend: str, endpoint: str
+) -> DynamicRendezvousHandler:
+    # The launcher adds `timeout` for every backend; only "static" uses it.
     config = {key: value for key, value in params.config.items() if key != "timeout"}
     spec = RendezvousSpec(
-        backend="c10d",
-        endpoint=params.endpoint.strip() or RendezvousSpec().endpoint,
+        backend=backend,
+        endpoint=endpoint,
         local_addr=params.local_addr,
-        **_settings(config, "c10d"),
+        **_settings(config, backend),
     )
-    return DynamicRendezvousHandler(params.run_id, _nodes(params), spec)
+    nodes = NodeRange(params.min_nodes, params.max_nodes)
+    return DynamicRendezvousHandler(params.run_id, nodes, spec)
 
 
 def create_static_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
-    """Return a handler of the backend "static".
-
-    Raises:
-        ValueError: a setting cannot be accepted.
-    """
+    """Return a handler of the backend "static", or raise a ValueError."""
     config = dict(params.config)
     if (rank := config.pop("rank", None)) is None:
         problem = 'needs a rank with the backend "static": {"rank": 0}, or --node-rank'
@@ -174,41 +175,11 @@ def create_static_handler(params: RendezvousParameters) -> DynamicRendezvousHand
     return StaticTCPRendezvous(params.run_id, nodes, spec, master_port=port if is_alone else None)
 
 
-def create_etcd_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
-    """Return a handler of the backends "etcd" and "etcd-v2".
-
-    Raises:
-        ValueError: a setting cannot be accepted.
-    """
-    endpoint = params.endpoint.strip()
-    if not endpoint:
-        problem = f'{params.backend!r} is torch\'s default and needs an endpoint; set "c10d"'
-        raise ValueError(f"rdzv_backend: {problem}")
-    config = {key: value for key, value in params.config.items() if key != "timeout"}
-    spec = RendezvousSpec(
-        backend=params.backend,
-        endpoint=endpoint,
-        local_addr=params.local_addr,
-        **_settings(config, "etcd"),
-    )
-    return DynamicRendezvousHandler(params.run_id, _nodes(params), spec)
-
-
 def create_handler(store: Any, backend: Any, params: RendezvousParameters) -> Any:
-    """Return torch's own handler at a store of torch.
-
-    Args:
-        store: torch `Store`.
-        backend: torch `RendezvousBackend`.
-        params: settings of the handler.
-    """
+    """Return torch's own handler at a torch `Store`, with a torch `RendezvousBackend`."""
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     return dynamic_rendezvous.create_handler(store, backend, params)
-
-
-def _nodes(params: RendezvousParameters) -> NodeRange:
-    return NodeRange(params.min_nodes, params.max_nodes)
 
 
 def _settings(config: dict[str, Any], backend: str) -> dict[str, Any]:
