@@ -77,15 +77,7 @@ class BareGroup:
         return f"<BareGroup {self.name}: {exited} of {count} have exited>"
 
     async def start(self) -> None:
-        """Start every worker.
-
-        Cancellation: all are stopped, also the one that is being started.
-
-        Raises:
-            SpecError: a setting does not fit, or something cannot be pickled.
-            SpawnError: a worker could not be started; none is left.
-            HostError: this host lacks something.
-        """
+        """Start every worker (see `GroupContext`)."""
         if self._is_entered:
             raise ValueError("a group of processes is started once; make another one")
         self._is_entered = True
@@ -118,10 +110,10 @@ class BareGroup:
 
     # --------------------------------------------------------------- questions
 
-    @property
-    def is_started(self) -> bool:
-        """Whether `start` has been called."""
-        return self._is_entered
+    def check_started(self) -> None:
+        """Raise a RuntimeError if `start` has not been called."""
+        if not self._is_entered:
+            raise RuntimeError("not started: use `async with start_processes(...)`")
 
     @property
     def done(self) -> asyncio.Future[None]:
@@ -272,27 +264,25 @@ class GroupContext:
 
     def __init__(self, group: BareGroup) -> None:
         """Use `start_processes` to get one."""
-        self._group = group
+        self.group = group
 
     def __repr__(self) -> str:
-        return f"<GroupContext {self._group!r}>"
+        return f"<GroupContext {self.group!r}>"
 
     @property
     def name(self) -> str:
         """Name of the group."""
-        return self._group.name
+        return self.group.name
 
     async def __aenter__(self) -> GroupContext:
-        """Start all processes.
-
-        Cancellation: no process is left.
+        """Start all processes; after an error or a cancellation none is left.
 
         Raises:
             SpecError: a setting does not fit, or something cannot be pickled.
-            SpawnError: one could not be started; none is left.
+            SpawnError: one could not be started.
             HostError: this host lacks something.
         """
-        await self._group.start()
+        await self.group.start()
         return self
 
     async def __aexit__(
@@ -302,7 +292,7 @@ class GroupContext:
         trace: TracebackType | None,
     ) -> None:
         """Stop the processes that still run, and release everything."""
-        await self._group.stop()
+        await self.group.stop()
 
     async def wait(self, timeout: float | None = None) -> RunProcsResult | None:
         """Wait until all have succeeded, or one has failed and the others are stopped.
@@ -315,25 +305,21 @@ class GroupContext:
         Returns:
             The result; None if the timeout has passed first.
         """
-        self._check_started()
+        self.group.check_started()
         limit = None if timeout is None or timeout < 0 else timeout
-        return self._result() if await self._group.wait_over(limit) else None
+        return self._result() if await self.group.wait_over(limit) else None
 
     def pids(self) -> dict[int, int]:
         """Return the process ids by local rank."""
-        return self._group.pids()
+        return self.group.pids()
 
     async def close(self, signal: int = signals.SIGTERM, timeout: float = DEFAULT_GRACE) -> None:
         """Stop the processes that still run: `signal`, and after `timeout` seconds SIGKILL."""
-        self._check_started()
-        await self._group.stop(StopPlan((StopStep(signal, timeout),)))
-
-    def _check_started(self) -> None:
-        if not self._group.is_started:
-            raise RuntimeError("not started: use `async with start_processes(...)`")
+        self.group.check_started()
+        await self.group.stop(StopPlan((StopStep(signal, timeout),)))
 
     def _result(self) -> RunProcsResult:
-        group = self._group
+        group = self.group
         logs = {rank: record.logs for rank, record in group.records.items()}
         return RunProcsResult(
             return_values=group.return_values,
@@ -394,30 +380,6 @@ def start_processes(
     Raises:
         SpecError: the ranks of `args` or `envs` are not 0 to n-1, and other settings.
     """
-    group = make_group(
-        name,
-        entrypoint,
-        args,
-        envs,
-        console=console,
-        logs=logs,
-        start_method=start_method,
-        preload=preload,
-        numa_binding=numa_binding,
-    )
-    return GroupContext(group)
-
-
-def make_group(
-    name: str,
-    entrypoint: Callable[..., Any] | str | Sequence[str],
-    args: Mapping[int, Sequence[Any]],
-    envs: Mapping[int, Mapping[str, str]],
-    *,
-    console: ConsoleTarget | None = None,
-    **settings: Any,
-) -> BareGroup:
-    """Return the group of `start_processes`; the settings are those of a `LaunchSpec`."""
     count = len(args)
     _check_ranks("args", args, count)
     _check_ranks("envs", envs, count)
@@ -433,9 +395,18 @@ def make_group(
     else:
         raise SpecError("entrypoint", entrypoint, "must be a function or a program")
     own_envs = tuple(LaunchSpec(["true"], env=envs[rank]).env for rank in range(count))
-    spec = LaunchSpec(target, nproc_per_node=count, role=name, run_id=name or None, **settings)
+    spec = LaunchSpec(
+        target,
+        nproc_per_node=count,
+        role=name,
+        logs=logs,
+        run_id=name or None,
+        start_method=start_method,
+        preload=preload,
+        numa_binding=numa_binding,
+    )
     overrides = PerRankOverrides(args=tuple(own_args), envs=own_envs)
-    return BareGroup(spec, overrides, console=checked_console(console))
+    return GroupContext(BareGroup(spec, overrides, console=checked_console(console)))
 
 
 def _check_ranks(field: str, by_rank: Mapping[int, Any], count: int) -> None:
@@ -513,12 +484,7 @@ class ProcessContext:
     """
 
     def __init__(self, group: BareGroup, on_terminate: Callable[[int], None] | None = None) -> None:
-        """Use `spawn` to get one.
-
-        Args:
-            group: runs the processes.
-            on_terminate: called with the pid of each process that a failed `join` stops.
-        """
+        """Use `spawn` to get one; `on_terminate` gets the pids that a failed `join` stops."""
         self._group = group
         self._joined: set[int] = set()
         self._on_terminate = on_terminate
@@ -634,14 +600,9 @@ async def spawn(
     """Run `fn(index, *args)` in `nprocs` new interpreters, as torch's `spawn` does.
 
     Another start method is ignored with a warning, as in torch; see `start_context` for
-    the arguments.
+    the arguments and errors.
 
     Cancellation: no process is left, if `join` is true.
-
-    Raises:
-        ProcessRaisedException: a function has raised.
-        ProcessExitedException: a process exited with a code, or by a signal.
-        SpecError: a setting cannot be accepted.
     """
     warn_of_start_method(start_method)
     return await start_context(fn, args, nprocs, join, daemon, "spawn")

@@ -177,12 +177,7 @@ def run_coroutine(
 ) -> T:
     """Run the coroutine that `make` returns on a new event loop.
 
-    Args:
-        make: called only if there is no running loop, so that no coroutine is left over.
-        loop_factory: as in `run`.
-
-    Raises:
-        RuntimeError: an event loop is running in this thread.
+    `make` is called only if no event loop is running in this thread, which is a RuntimeError.
     """
     try:
         asyncio.get_running_loop()

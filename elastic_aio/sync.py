@@ -136,10 +136,9 @@ class GroupThread:
 class SyncGroupContext:
     """The processes of `start_processes`: a context manager (`multiprocessing.GroupContext`)."""
 
-    def __init__(self, group: BareGroup, signals: bool = True) -> None:
+    def __init__(self, context: native.GroupContext, signals: bool = True) -> None:
         """Use `start_processes` to get one."""
-        self._group = group
-        self._context = native.GroupContext(group)
+        self._context = context
         self._takes_signals = signals
         self._running: GroupThread | None = None
 
@@ -151,7 +150,7 @@ class SyncGroupContext:
 
     def __enter__(self) -> SyncGroupContext:
         """Start all processes."""
-        self._running = GroupThread(self._group, signals=self._takes_signals)
+        self._running = GroupThread(self._context.group, signals=self._takes_signals)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -236,18 +235,18 @@ def start_processes(
     Args:
         signals: whether stop signals stop the processes first (see the module).
     """
-    group = native.make_group(
+    context = native.start_processes(
         name,
         entrypoint,
         args,
         envs,
-        console=console,
-        logs=logs,
+        logs,
         start_method=start_method,
         preload=preload,
         numa_binding=numa_binding,
+        console=console,
     )
-    return SyncGroupContext(group, signals)
+    return SyncGroupContext(context, signals)
 
 
 def spawn(
@@ -296,13 +295,7 @@ def start_context(
 def join_processes(
     group: BareGroup, *, signals: bool = True, on_terminate: Callable[[int], None] | None = None
 ) -> None:
-    """Run the processes of a group to their end, with an event loop in this thread.
-
-    Args:
-        group: from `make_processes`.
-        signals: whether stop signals stop the processes first (see the module).
-        on_terminate: called with the pid of each process that is stopped after a failure.
-    """
+    """Run the processes of a group to their end, with an event loop in this thread."""
     received = _stop_signals(signals)
     context = native.ProcessContext(group, on_terminate)
 

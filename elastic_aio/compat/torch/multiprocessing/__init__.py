@@ -29,6 +29,7 @@ from multiprocessing.connection import wait as wait_for_sentinels
 from types import FrameType
 from typing import Any, cast
 
+from elastic_aio import group as native
 from elastic_aio.compat.torch.errors import ProcessFailure
 from elastic_aio.compat.torch.multiprocessing.logs import (
     DefaultLogsSpecs,
@@ -48,7 +49,6 @@ from elastic_aio.group import (
     ProcessException,
     ProcessExitedException,
     ProcessRaisedException,
-    make_group,
     make_processes,
     warn_of_start_method,
 )
@@ -384,16 +384,16 @@ class PContext:
                 if not isinstance(value, str):
                     raise TypeError(f"str expected, not {type(value).__name__}")
         with torch_errors():
-            group = make_group(
+            context = native.start_processes(
                 self.name,
                 self.entrypoint,
                 {rank: tuple(args) for rank, args in self.args.items()},
                 self.envs,
-                logs=self._layout,
+                self._layout,
                 start_method=self._start_method,
                 numa_binding=numa_mode(self._numa_options),
             )
-            self._thread = GroupThread(group, signals=False)
+            self._thread = GroupThread(context.group, signals=False)
         self._processes = processes_of(self._thread)
 
     @property
