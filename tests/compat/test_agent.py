@@ -137,19 +137,6 @@ def test_a_health_server_runs_around_the_job() -> None:
     assert calls == ["start", "stop"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ({"nproc": 0}, "local_world_size: must be a whole number of at least 1"),
-        ({"monitor_interval": 0}, "monitor_interval: must be above 0"),
-        ({"entrypoint": None}, "entrypoint: must be"),
-    ],
-)
-def test_a_spec_is_checked(settings: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        spec(**settings)
-
-
 def test_a_log_plug_in_lays_out_each_attempt_once(tmp_path: Path) -> None:
     """It learns of its workers what torch's learns, and its paths are used."""
 

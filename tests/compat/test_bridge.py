@@ -28,7 +28,6 @@ from elastic_aio.compat.torch.rendezvous import (
     RendezvousInfo,
     RendezvousStateError,
     RendezvousStoreInfo,
-    bridge,
 )
 from elastic_aio.compat.torch.rendezvous.bridge import HandlerRendezvous
 from elastic_aio.outcome import Failure, JobState
@@ -274,14 +273,13 @@ def test_a_node_does_not_wait_for_others_for_ever() -> None:
 
 async def test_a_decision_that_never_comes_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the callback ignores its cancellation."""
-    monkeypatch.setattr(bridge, "DECIDE_TIMEOUT", 0.1)
     restart = RestartPolicy(decide=lambda failure: RestartAction.DEFAULT)
     spec = LaunchSpec(["true"], nnodes="1:2", max_restarts=1, restart=restart)
     agent = FakeAgent(
         "n",
         spec,
         make=lambda spec, node, run_id, agent: HandlerRendezvous(
-            Handler(Meeting(1)), spec, node, agent
+            Handler(Meeting(1)), spec, node, agent, decide_timeout=0.1
         ),
     )
     deciding: list[asyncio.Task[Any]] = []

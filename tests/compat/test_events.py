@@ -43,14 +43,13 @@ class ListHandler(logging.Handler):
 
 
 @pytest.fixture(name="handler")
-def _handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[ListHandler]:
+def _handler() -> Iterator[ListHandler]:
     """A handler that is registered as "list" and "dynamic_rendezvous"."""
-    monkeypatch.setattr(module, "_log_handlers", dict(module._log_handlers))
     handler = ListHandler()
     for destination in ("list", "dynamic_rendezvous"):
         register_handler(destination, handler)
     yield handler
-    module._loggers.clear()
+    register_handler("dynamic_rendezvous", logging.NullHandler())
 
 
 def test_an_event_is_a_line_of_json(

@@ -140,7 +140,7 @@ def test_a_module_keeps_its_own_loader(torch: Path) -> None:
 
 
 def test_every_replaced_name_exists_here() -> None:
-    for home, (ours, names) in installation._NAMES.items():
+    for home, (ours, names) in installation.NAMES.items():
         for name in names.split():
             assert hasattr(load(f"elastic_aio.compat.torch.{ours}"), name), f"{home}.{name}"
 

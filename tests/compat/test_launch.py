@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import os
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
@@ -39,7 +40,7 @@ from elastic_aio.compat.torch.metrics import (
     NullMetricHandler,
     configure,
 )
-from elastic_aio.compat.torch.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, Std
+from elastic_aio.compat.torch.multiprocessing import DefaultLogsSpecs, Std
 from elastic_aio.compat.torch.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 from elastic_aio.store import StoreServer
 from elastic_aio.worker.scripts import run_script
@@ -125,64 +126,36 @@ def test_a_run_id_is_made_up(caplog: pytest.LogCaptureFixture) -> None:
     assert "generated a random run_id" in caplog.text
 
 
-def test_a_plug_in_for_logs_lays_out_each_attempt_once(tmp_path: Path) -> None:
-    class Flat(LogsSpecs):
-        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            attempt = envs[0]["TORCHELASTIC_RESTART_COUNT"]
-            made.append((attempt, envs[1]["LOCAL_RANK"], envs[0]["TORCHELASTIC_RUN_ID"]))
-            paths = {rank: f"{tmp_path}/{attempt}.{rank}" for rank in envs}
-            return LogsDest(stdouts=paths, stderrs=dict.fromkeys(envs, ""))
+def ranks_of_two_nodes(endpoint: str, backend: str, *configs: dict[str, Any]) -> dict[int, Any]:
+    """Return what the workers of two nodes, two of each, return as their rank."""
 
-        @property
-        def root_log_dir(self) -> str:
-            return str(tmp_path)
-
-    made: list[tuple[str, str, str]] = []
-    code = f"{SHOW}; exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')"
-    elastic_launch(config(max_restarts=1, logs_specs=Flat()), sys.executable)("-c", code)
-    assert made == [("0", "1", "r"), ("1", "1", "r")]
-    assert (tmp_path / "1.1").read_text() == "1 1\n"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["c10d", "static"])
-def test_two_nodes(backend: str) -> None:
-    endpoint = f"127.0.0.1:{free_port()}"
-
-    def node(rank: int) -> dict[int, Any]:
-        own = {"rank": rank} if backend == "static" else {}
+    def node(own: dict[str, Any]) -> dict[int, Any]:
         job = config(
             min_nodes=2, max_nodes=2, rdzv_backend=backend, rdzv_endpoint=endpoint, rdzv_configs=own
         )
         return elastic_launch(job, functions.give_rank)()
 
     with ThreadPoolExecutor(2) as pool:
-        values = list(pool.map(node, range(2)))
-    assert {rank: value for one in values for rank, value in one.items()} == {
-        rank: rank for rank in range(4)
-    }
+        first, second = pool.map(node, configs)
+    return first | second
+
+
+RANKS = {rank: rank for rank in range(4)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["c10d", "static"])
+def test_two_nodes(backend: str) -> None:
+    configs = [{"rank": rank} if backend == "static" else {} for rank in range(2)]
+    assert ranks_of_two_nodes(f"127.0.0.1:{free_port()}", backend, *configs) == RANKS
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("backend", ["etcd", "etcd-v2"])
 def test_two_nodes_at_etcd(backend: str, etcd_endpoint: str, tmp_path: Path) -> None:
     """Without torch, and without a client of etcd; `is_host` has no effect."""
-
-    def node(number: int) -> dict[int, Any]:
-        job = config(
-            min_nodes=2,
-            max_nodes=2,
-            rdzv_backend=backend,
-            rdzv_endpoint=etcd_endpoint,
-            rdzv_configs={"etcd_prefix": str(tmp_path), "is_host": number == 0},
-        )
-        return elastic_launch(job, functions.give_rank)()
-
-    with ThreadPoolExecutor(2) as pool:
-        values = list(pool.map(node, range(2)))
-    assert {rank: value for one in values for rank, value in one.items()} == {
-        rank: rank for rank in range(4)
-    }
+    configs = [{"etcd_prefix": str(tmp_path), "is_host": number == 0} for number in range(2)]
+    assert ranks_of_two_nodes(etcd_endpoint, backend, *configs) == RANKS
 
 
 @pytest.mark.slow
@@ -285,11 +258,14 @@ def test_tee_writes_to_a_replaced_stream(name: str, tmp_path: Path) -> None:
         ({"max_restarts": -1}, "max_restarts"),
         ({"start_method": "thread"}, "start_method"),
         ({"event_log_handler": "pigeons"}, "event-log-handler"),
+        ({"entrypoint": None}, "entrypoint: must be"),
     ],
 )
 def test_a_mistake_is_one_line(settings: dict[str, Any], problem: str) -> None:
+    own = {**settings}
+    entrypoint = own.pop("entrypoint", "true")
     with pytest.raises(ValueError, match=problem) as raised:
-        elastic_launch(config(**settings), "true")()
+        elastic_launch(config(**own), entrypoint)()
     assert "\n" not in str(raised.value)
 
 
@@ -302,9 +278,7 @@ def test_the_config_changes_nothing_of_the_caller(monkeypatch: pytest.MonkeyPatc
     assert made.shutdown_timeout == 7
     assert isinstance(made.logs_specs, DefaultLogsSpecs)
     assert LaunchConfig(1, 1, 1, rdzv_timeout=3).rdzv_configs["timeout"] == 3
-
-
-def test_torchs_default_time_of_a_stop() -> None:
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
     assert LaunchConfig(1, 1, 1).shutdown_timeout == 30
 
 
@@ -332,8 +306,6 @@ except SignalException as error:
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGALRM"])
 def test_a_signal_is_a_signal_exception(name: str) -> None:
     """Raised after the workers have ended; the former handlers are back."""
-    import signal
-
     with running([sys.executable, "-c", JOB]) as program:
         program.wait_out("up\nup\n")
         program.send(signal.Signals[name])

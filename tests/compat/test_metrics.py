@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 
 from elastic_aio import JobFailed, LaunchSpec, run
-from elastic_aio.compat.torch import metrics as module
 from elastic_aio.compat.torch.metrics import (
     ConsoleMetricHandler,
     MetricData,
@@ -40,21 +40,22 @@ class ListHandler(MetricHandler):
 
 
 @pytest.fixture(name="handler")
-def _handler(monkeypatch: pytest.MonkeyPatch) -> ListHandler:
-    monkeypatch.setattr(module, "_handlers", {None: NullMetricHandler()})
+def _handler() -> Iterator[ListHandler]:
     handler = ListHandler()
     configure(handler, "torchelastic")
-    return handler
+    yield handler
+    for group in (None, "torchelastic", "other"):
+        configure(NullMetricHandler(), group)
 
 
 def test_groups_have_handlers(handler: ListHandler, capsys: pytest.CaptureFixture[str]) -> None:
     put_metric("a", 1)
-    put_metric("b", 2, "other")
+    put_metric("b", 2, "another")
     configure(ConsoleMetricHandler())
-    put_metric("c", 3, "other")
+    put_metric("c", 3, "another")
     getStream("torchelastic").add_value("d", 4)
     assert handler.by_name() == {"a": 1, "d": 4}
-    assert capsys.readouterr().out.endswith("][other]: c=3\n")
+    assert capsys.readouterr().out.endswith("][another]: c=3\n")
     with pytest.warns(FutureWarning, match="put_metric"):
         publish_metric("torchelastic", "e", 5)
     assert handler.values[-1][1:] == ("torchelastic", "e", 5)

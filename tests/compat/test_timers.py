@@ -30,6 +30,7 @@ from elastic_aio.compat.torch.timers import (
     configure,
     expires,
 )
+from elastic_aio.compat.torch.timers.api import ProcessTimerServer
 from tests.support.children import until_sync
 
 context = multiprocessing.get_context("spawn")
@@ -87,6 +88,12 @@ def stuck_by_queue(queue: Any) -> None:
     stuck(LocalTimerClient(queue))
 
 
+def acquired(server: ProcessTimerServer) -> list[tuple[int, str]]:
+    """Return the processes and names of all timers."""
+    timers = server.get_expired_timers(float("inf"))
+    return [(pid, timer.scope_id) for pid, found in timers.items() for timer in found]
+
+
 @pytest.fixture(name="file_server")
 def _file_server(tmp_path: Path) -> Iterator[tuple[FileTimerServer, str, list[str]]]:
     events: list[str] = []
@@ -118,9 +125,8 @@ def test_a_server_by_a_pipe(file_server: tuple[FileTimerServer, str, list[str]])
         pipe.write(b"x\n{}\n")
     client = FileTimerClient(path)
     with expires(60, "s", client):
-        until_sync(lambda: (os.getpid(), "s") in server._timers)
-    until_sync(lambda: not server._timers)
-    assert server._request_count == 3
+        until_sync(lambda: acquired(server) == [(os.getpid(), "s")])
+    until_sync(lambda: not acquired(server))
     assert server.get_last_progress_time() <= time.time()
 
 
@@ -132,7 +138,7 @@ def test_a_server_that_runs_once(tmp_path: Path) -> None:
     client.acquire("late", time.time() + 60)
     client._send_request(FileTimerRequest(1 << 22, "ended", time.time() + 60, 9))
     server.run_once()
-    assert server._timers.keys() == {(os.getpid(), "late")}
+    assert acquired(server) == [(os.getpid(), "late")]
     server.stop()
 
 
@@ -187,8 +193,8 @@ def test_a_server_by_a_queue() -> None:
     server.start()
     assert ended(stuck_by_queue, queue) == -signal.SIGKILL
     with expires(60, "s", LocalTimerClient(queue)):
-        until_sync(lambda: (os.getpid(), "s") in server._timers)
-    until_sync(lambda: (os.getpid(), "s") not in server._timers)
+        until_sync(lambda: (os.getpid(), "s") in acquired(server))
+    until_sync(lambda: (os.getpid(), "s") not in acquired(server))
     thread = server._watchdog_thread
     assert thread is not None
     server.stop()

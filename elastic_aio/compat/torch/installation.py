@@ -29,7 +29,7 @@ _ELASTIC: Final = "torch.distributed.elastic"
 _CONFIG: Final = "LaunchConfig elastic_launch launch_agent"
 _AGENT_VALUES: Final = "RunResult Worker WorkerGroup WorkerSpec WorkerState"
 
-_NAMES: Final[Mapping[str, tuple[str, str]]] = {
+NAMES: Final[Mapping[str, tuple[str, str]]] = {
     "torch.distributed.run": (
         "launch",
         """
@@ -89,7 +89,7 @@ class _Installation:
     def begin(self) -> None:
         self.is_active = True
         sys.meta_path.insert(0, self._finder)
-        for name in _NAMES:
+        for name in NAMES:
             if (module := sys.modules.get(name)) is not None:
                 self.replace_names(module, [*sys.modules.values()])
 
@@ -111,7 +111,7 @@ class _Installation:
     def replace_names(self, module: ModuleType, others: Iterable[ModuleType]) -> None:
         """Replace the names of a module of torch, and the references to them in others."""
         replaced: dict[int, Any] = {}
-        for name in _NAMES[module.__name__][1].split():
+        for name in NAMES[module.__name__][1].split():
             if name in vars(module):
                 original, ours = vars(module)[name], _ours_of(module.__name__, name)
                 self._originals[module.__name__, name] = original
@@ -127,7 +127,7 @@ class _Installation:
 
 
 def _ours_of(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(f"{_OURS}.{_NAMES[module][0]}"), name)
+    return getattr(importlib.import_module(f"{_OURS}.{NAMES[module][0]}"), name)
 
 
 def _modules_of_torch() -> list[ModuleType]:
@@ -147,7 +147,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in _NAMES:
+        if fullname not in NAMES:
             return None
         for finder in sys.meta_path:
             if finder is not self and (find := getattr(finder, "find_spec", None)) is not None:

@@ -165,6 +165,7 @@ class HandlerRendezvous(Rendezvous):
         *,
         master: tuple[str | None, int | None] = (None, None),
         interval: float = _POLL_MIN_S,
+        decide_timeout: float = DECIDE_TIMEOUT,
     ) -> None:
         """Prepare; nothing is called before `open`.
 
@@ -175,6 +176,7 @@ class HandlerRendezvous(Rendezvous):
             agent: takes instructions.
             master: address and port of the workers' store in place of the handler's.
             interval: seconds between two looks for waiting nodes, at least 0.1.
+            decide_timeout: seconds in which `restart.decide` has to return.
         """
         self.error: BaseException | None = None
         self._handler = handler
@@ -183,6 +185,7 @@ class HandlerRendezvous(Rendezvous):
         self._agent = agent
         self._master = master
         self._interval = max(interval, _POLL_MIN_S)
+        self._decide_timeout = decide_timeout
         self._budget = RestartBudget(spec.max_restarts, spec.restart, random.random)
         self._reports: asyncio.Queue[Report] = asyncio.Queue()
         self._thread: HandlerThread | None = None
@@ -275,14 +278,14 @@ class HandlerRendezvous(Rendezvous):
             if self._spec.restart.decide is not None:
                 deciding = asyncio.ensure_future(self._agent.decide(failures[0]))
                 try:
-                    await asyncio.wait([deciding], timeout=DECIDE_TIMEOUT)
+                    await asyncio.wait([deciding], timeout=self._decide_timeout)
                     is_late = not deciding.done()
                 finally:
                     # Not waited for: the callback is the user's.
                     deciding.add_done_callback(lambda task: task.cancelled() or task.exception())
                     deciding.cancel()
                 if is_late:
-                    why = f"restart.decide has not returned within {DECIDE_TIMEOUT:g} s"
+                    why = f"restart.decide has not returned within {self._decide_timeout:g} s"
                     return self._failed(stopped, why), None
                 action = deciding.result()
             now = time.monotonic()
