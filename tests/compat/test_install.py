@@ -145,6 +145,17 @@ def test_every_replaced_name_exists_here() -> None:
             assert hasattr(load(f"elastic_aio.compat.torch.{ours}"), name), f"{home}.{name}"
 
 
+@pytest.mark.parametrize(
+    "name", ["agent", "errors", "installation", "launch", "multiprocessing", "rendezvous"]
+)
+def test_the_package_has_all_names_of_a_module(name: str) -> None:
+    """Type checkers are shown all of them."""
+    package, module = load("elastic_aio.compat.torch"), load(f"elastic_aio.compat.torch.{name}")
+    assert [getattr(package, one) for one in module.__all__] == [
+        getattr(module, one) for one in module.__all__
+    ]
+
+
 # ------------------------------------------------------------------------ exec
 
 

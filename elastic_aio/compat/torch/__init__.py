@@ -24,66 +24,13 @@ from typing import TYPE_CHECKING
 
 from elastic_aio.lazy import lazy_exports
 
-if TYPE_CHECKING:
-    from elastic_aio.compat.torch.agent import ElasticAgent as ElasticAgent
-    from elastic_aio.compat.torch.agent import LocalElasticAgent as LocalElasticAgent
-    from elastic_aio.compat.torch.agent import RunResult as RunResult
-    from elastic_aio.compat.torch.agent import SimpleElasticAgent as SimpleElasticAgent
-    from elastic_aio.compat.torch.agent import Worker as Worker
-    from elastic_aio.compat.torch.agent import WorkerGroup as WorkerGroup
-    from elastic_aio.compat.torch.agent import WorkerSpec as WorkerSpec
-    from elastic_aio.compat.torch.agent import WorkerState as WorkerState
-    from elastic_aio.compat.torch.errors import ChildFailedError as ChildFailedError
-    from elastic_aio.compat.torch.errors import ErrorHandler as ErrorHandler
-    from elastic_aio.compat.torch.errors import ProcessFailure as ProcessFailure
-    from elastic_aio.compat.torch.errors import get_error_handler as get_error_handler
-    from elastic_aio.compat.torch.errors import record as record
-    from elastic_aio.compat.torch.installation import install as install
-    from elastic_aio.compat.torch.installation import uninstall as uninstall
-    from elastic_aio.compat.torch.launch import LaunchConfig as LaunchConfig
-    from elastic_aio.compat.torch.launch import config_from_args as config_from_args
-    from elastic_aio.compat.torch.launch import (
-        determine_local_world_size as determine_local_world_size,
-    )
-    from elastic_aio.compat.torch.launch import elastic_launch as elastic_launch
-    from elastic_aio.compat.torch.launch import get_args_parser as get_args_parser
-    from elastic_aio.compat.torch.launch import get_rdzv_endpoint as get_rdzv_endpoint
-    from elastic_aio.compat.torch.launch import get_use_env as get_use_env
-    from elastic_aio.compat.torch.launch import launch_agent as launch_agent
-    from elastic_aio.compat.torch.launch import main as main
-    from elastic_aio.compat.torch.launch import parse_args as parse_args
-    from elastic_aio.compat.torch.launch import parse_min_max_nnodes as parse_min_max_nnodes
-    from elastic_aio.compat.torch.launch import run as run
-    from elastic_aio.compat.torch.multiprocessing import DefaultLogsSpecs as DefaultLogsSpecs
-    from elastic_aio.compat.torch.multiprocessing import LogsDest as LogsDest
-    from elastic_aio.compat.torch.multiprocessing import LogsSpecs as LogsSpecs
-    from elastic_aio.compat.torch.multiprocessing import PContext as PContext
-    from elastic_aio.compat.torch.multiprocessing import RunProcsResult as RunProcsResult
-    from elastic_aio.compat.torch.multiprocessing import SignalException as SignalException
-    from elastic_aio.compat.torch.multiprocessing import Std as Std
-    from elastic_aio.compat.torch.multiprocessing import spawn as spawn
-    from elastic_aio.compat.torch.multiprocessing import start_processes as start_processes
-    from elastic_aio.compat.torch.rendezvous import RendezvousClosedError as RendezvousClosedError
-    from elastic_aio.compat.torch.rendezvous import (
-        RendezvousConnectionError as RendezvousConnectionError,
-    )
-    from elastic_aio.compat.torch.rendezvous import RendezvousError as RendezvousError
-    from elastic_aio.compat.torch.rendezvous import (
-        RendezvousGracefulExitError as RendezvousGracefulExitError,
-    )
-    from elastic_aio.compat.torch.rendezvous import RendezvousHandler as RendezvousHandler
-    from elastic_aio.compat.torch.rendezvous import (
-        RendezvousHandlerRegistry as RendezvousHandlerRegistry,
-    )
-    from elastic_aio.compat.torch.rendezvous import RendezvousInfo as RendezvousInfo
-    from elastic_aio.compat.torch.rendezvous import RendezvousParameters as RendezvousParameters
-    from elastic_aio.compat.torch.rendezvous import RendezvousStateError as RendezvousStateError
-    from elastic_aio.compat.torch.rendezvous import RendezvousStoreInfo as RendezvousStoreInfo
-    from elastic_aio.compat.torch.rendezvous import RendezvousTimeoutError as RendezvousTimeoutError
-    from elastic_aio.compat.torch.rendezvous import get_rendezvous_handler as get_rendezvous_handler
-    from elastic_aio.compat.torch.rendezvous import (
-        rendezvous_handler_registry as rendezvous_handler_registry,
-    )
+if TYPE_CHECKING:  # all names of each module
+    from elastic_aio.compat.torch.agent import *  # noqa: F403
+    from elastic_aio.compat.torch.errors import *  # noqa: F403
+    from elastic_aio.compat.torch.installation import *  # noqa: F403
+    from elastic_aio.compat.torch.launch import *  # noqa: F403
+    from elastic_aio.compat.torch.multiprocessing import *  # noqa: F403
+    from elastic_aio.compat.torch.rendezvous import *  # noqa: F403
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
@@ -93,8 +40,7 @@ else:
                 WorkerSpec WorkerState
             """,
             "elastic_aio.compat.torch.errors": """
-                ChildFailedError ErrorHandler ProcessFailure get_error_handler
-                record
+                ChildFailedError ErrorHandler ProcessFailure get_error_handler record
             """,
             "elastic_aio.compat.torch.installation": "install uninstall",
             "elastic_aio.compat.torch.launch": """
@@ -112,6 +58,21 @@ else:
                 RendezvousHandlerRegistry RendezvousInfo RendezvousParameters
                 RendezvousStateError RendezvousStoreInfo RendezvousTimeoutError
                 get_rendezvous_handler rendezvous_handler_registry
+            """,
+        },
+        {
+            "elastic_aio.compat.torch.agent": """
+                DEFAULT_ROLE TORCHELASTIC_ENABLE_FILE_TIMER TORCHELASTIC_HEALTH_CHECK_PORT
+                TORCHELASTIC_TIMER_FILE
+            """,
+            "elastic_aio.compat.torch.multiprocessing": """
+                MultiprocessContext ProcessContext ProcessException ProcessExitedException
+                ProcessRaisedException SpawnContext SubprocessContext WorkerProcess redirect
+                redirect_stderr redirect_stdout start_context to_map
+            """,
+            "elastic_aio.compat.torch.rendezvous": """
+                DynamicRendezvousHandler RendezvousHandlerCreator StaticTCPRendezvous
+                create_handler
             """,
         },
     )
