@@ -95,13 +95,14 @@ _DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 class WorkerProcess:
     """A process of a context, with the interface of `multiprocessing.Process`."""
 
-    def __init__(self, pid: int, index: int, daemon: bool, send: Callable[[int], None]) -> None:
-        """Use the context's `processes` to get one; `send` sends it a signal, if it runs."""
-        self.pid = self.ident = pid
+    def __init__(self, thread: GroupThread, index: int, daemon: bool) -> None:
+        """Use the context's `processes` to get one."""
+        self.pid = self.ident = thread.group.pids()[index]
         self.name = f"Process-{index + 1}"
         self.daemon = daemon
         self.exitcode: int | None = None
-        self._send: Callable[[int], None] | None = send
+        self._thread: GroupThread | None = thread
+        self._index = index
         self._lock = threading.Lock()
         self._exited = threading.Event()
         self._sentinel = -1
@@ -114,7 +115,7 @@ class WorkerProcess:
         """Note that the process has exited."""
         code = status.returncode
         with self._lock:
-            self.exitcode, self._send = 255 if code is None else code, None
+            self.exitcode, self._thread = 255 if code is None else code, None
             if self._sentinel >= 0:
                 os.eventfd_write(self._sentinel, 1)
         self._exited.set()
@@ -146,11 +147,7 @@ class WorkerProcess:
         self._signal(signal.SIGKILL)
 
     def close(self) -> None:
-        """Release the process, which must have exited; the sentinel is closed with this object.
-
-        Raises:
-            ValueError: it still runs.
-        """
+        """Raise a ValueError if the process runs; the sentinel is closed with this object."""
         if self.is_alive():
             raise ValueError(
                 "Cannot close a process while it is still running."
@@ -158,33 +155,24 @@ class WorkerProcess:
             )
 
     def _signal(self, number: int) -> None:
-        send = self._send
-        if send is not None:
-            send(number)
+        if (thread := self._thread) is None:
+            return
+
+        async def send() -> None:
+            if self.is_alive() and not thread.group.is_over:
+                thread.group.send_signal(self._index, number)
+
+        work = send()
+        try:
+            thread.call(work)
+        except RuntimeError:
+            work.close()  # the loop has ended, and with it all processes
 
 
 def processes_of(thread: GroupThread, *, daemon: bool = False) -> list[WorkerProcess]:
     """Return the processes of a group; they may be daemons of multiprocessing."""
     group = thread.group
-
-    def sender(rank: int) -> Callable[[int], None]:
-        async def send(number: int) -> None:
-            if not group.is_over:
-                group.send_signal(rank, number)
-
-        def send_from_here(number: int) -> None:
-            work = send(number)
-            try:
-                thread.call(work)
-            except RuntimeError:
-                work.close()  # the loop has ended, and with it all processes
-
-        return send_from_here
-
-    pids = group.pids()
-    processes = [
-        WorkerProcess(pids[rank], rank, daemon, sender(rank)) for rank in group.local_ranks
-    ]
+    processes = [WorkerProcess(thread, rank, daemon) for rank in group.local_ranks]
 
     # Weakly: the group is collected late, and a process closes its sentinel when it is.
     references = [weakref.ref(process) for process in processes]
@@ -626,20 +614,10 @@ class ProcessContext:
         return [process.pid for process in self.processes]
 
     def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
-        """Wait until at least one more process has exited.
+        """Wait until at least one more process has exited; return whether all have.
 
-        Args:
-            timeout: seconds; None waits without limit, a negative number does not wait.
-            grace_period: after a failure, seconds in which the others may exit before
-                SIGTERM, and again before SIGKILL; None sends SIGTERM at once, and SIGKILL
-                after 30 seconds.
-
-        Returns:
-            True if all have exited, False if some still run.
-
-        Raises:
-            ProcessRaisedException: a function has raised; the others are stopped.
-            ProcessExitedException: a process exited with another code than 0, or by a signal.
+        Arguments and errors are those of `elastic_aio.multiprocessing.ProcessContext.join`; a
+        negative timeout does not wait.
         """
         if self._context is None:
             return True
@@ -709,20 +687,10 @@ def start_context(
 ) -> ProcessContext | None:
     """Run `fn(index, *args)` in `nprocs` processes: torch.multiprocessing's `start_processes`.
 
-    Args:
-        fn: the function; its value is dropped.
-        args: its arguments after the index.
-        nprocs: how many processes.
-        join: wait until all have exited.
-        daemon: mark them as daemons, which may have no multiprocessing children.
-        start_method: "spawn", "fork" or "forkserver"; None is multiprocessing's default.
-
-    Returns:
-        None if `join` is true, else the context.
+    As `elastic_aio.multiprocessing.start_context` does.  The start method None is
+    multiprocessing's default; the result is None only if `join` is true.
 
     Raises:
-        ProcessRaisedException: a function has raised.
-        ProcessExitedException: a process exited with another code than 0, or by a signal.
         ValueError: there is no such start method.
         pickle.PicklingError: the function or an argument cannot be pickled.
     """
