@@ -184,11 +184,11 @@ class BareGroup:
     async def stop(self, plan: StopPlan | None = None) -> None:
         """Stop everything that is left by `plan`, or by the group's own, and release everything.
 
-        Idempotent; does nothing in a fork of the process that started the group.
+        Idempotent; does nothing before a start, or in a fork of the process that started it.
         Cancellation: raised after the group is over.
         """
-        driver = self._running
-        if driver.is_copy:
+        driver = self._driver
+        if driver is None or driver.is_copy:
             return
         driver.is_left = True
         driver.request_stop("the group was stopped", plan=plan)
