@@ -299,15 +299,13 @@ class LocalElasticAgent(ElasticAgent):
     ) -> None:
         """Prepare; nothing is started before `run`.
 
+        The other settings are those of `LaunchConfig`.
+
         Args:
             spec: what the workers run.
             logs_specs: where their output goes.
-            start_method: "spawn", "fork" or "forkserver", for functions; None is
-                multiprocessing's default.
+            start_method: of functions; None is multiprocessing's default.
             exit_barrier_timeout: seconds that a finished node waits for the others.
-            log_line_prefix_template: prefix of shown lines, with `${role_name}`,
-                `${local_rank}` and `${rank}`.
-            shutdown_timeout: seconds from the first signal of a stop to SIGKILL.
             health_check_server: its `start` and `stop` are called around the run.
             uninterruptible_state_timeout: seconds that a worker may be in one uninterruptible
                 system call; None takes `TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT`.
@@ -327,10 +325,7 @@ class LocalElasticAgent(ElasticAgent):
         )
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        """Run the workers to their end, with all restarts.
-
-        Args:
-            role: no effect: the role is the spec's.
+        """Run the workers to their end, with all restarts; the role is the spec's.
 
         Raises:
             RendezvousError: the nodes did not come together.

@@ -139,8 +139,7 @@ class LaunchConfig:
 class elastic_launch:
     """Runs a function or a program as a job: `elastic_launch(config, entrypoint)(*args)`.
 
-    The call returns what the functions returned, by global rank, of this node's workers; None
-    for programs.  It raises what `launch_agent` raises.
+    Results and errors are those of `launch_agent`.
     """
 
     def __init__(
@@ -150,18 +149,12 @@ class elastic_launch:
         health_check_server: Any = None,
     ) -> None:
         """Prepare a job; the arguments are those of `launch_agent`."""
-        self._config = config
-        self._entrypoint = entrypoint
+        self._job = config, entrypoint
         self._health_check_server = health_check_server
 
     def __call__(self, *args: Any) -> dict[int, Any]:
         """Run the job with these arguments of the entrypoint."""
-        return launch_agent(
-            self._config,
-            self._entrypoint,
-            list(args),
-            health_check_server=self._health_check_server,
-        )
+        return launch_agent(*self._job, list(args), self._health_check_server)
 
 
 def launch_agent(
@@ -170,16 +163,10 @@ def launch_agent(
     args: list[Any],
     health_check_server: Any = None,
 ) -> dict[int, Any]:
-    """Run this node's part of a job to its end.
+    """Run this node's part of a job; return what the functions of its workers returned, by rank.
 
-    Args:
-        config: the job.
-        entrypoint: a function, or a program.
-        args: its arguments; `${local_rank}` is replaced in those of a program.
-        health_check_server: its `start` and `stop` are called around the job.
-
-    Returns:
-        What the functions returned, by global rank, of this node's workers.
+    `entrypoint` is a function or a program; `${local_rank}` is replaced in arguments of a program.
+    `start` and `stop` of `health_check_server` are called around the job.
 
     Raises:
         ChildFailedError: workers have failed, and no restart is left.
@@ -444,9 +431,6 @@ def config_from_args(
 ) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:
     """Return the job of torchrun's arguments: its config, what to run, and the arguments.
 
-    Args:
-        args: from `get_args_parser`.
-
     Raises:
         ValueError: a value cannot be accepted.
     """
@@ -544,15 +528,7 @@ def _logs_specs_class(name: str | None) -> type[LogsSpecs]:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the job of torchrun's arguments to its end.
-
-    Args:
-        args: from `get_args_parser`; not changed.
-
-    Raises:
-        ChildFailedError: workers have failed, and no restart is left.
-        Exception: as for `launch_agent`.
-    """
+    """Run the job of torchrun's arguments, which are not changed; errors as for `launch_agent`."""
     for note in outside_worker(os.environ)[1]:
         log.warning("%s", note)
     args = _with_defaults(args)
