@@ -46,11 +46,7 @@ class BareGroup:
     """The processes of one group, run by an `Agent`; must be stopped once it was started."""
 
     def __init__(
-        self,
-        spec: LaunchSpec,
-        overrides: PerRankOverrides,
-        *,
-        console: ConsoleTarget | None = None,
+        self, spec: LaunchSpec, overrides: PerRankOverrides, *, console: ConsoleTarget | None = None
     ) -> None:
         """Prepare what `spec` says of all workers and `overrides` of each; nothing is started."""
         self.name = spec.role

@@ -111,10 +111,7 @@ async def supervise_agent(
 
 
 async def handle_signals(
-    agent: Agent,
-    chosen: SignalSpec,
-    received: ReceivedSignals,
-    on_stop: Callable[[int], object],
+    agent: Agent, chosen: SignalSpec, received: ReceivedSignals, on_stop: Callable[[int], object]
 ) -> None:
     """Suspend, forward, stop or kill, as each received signal requires.
 

@@ -265,8 +265,7 @@ def test_a_node_does_not_wait_for_others_for_ever() -> None:
     meeting = Meeting(2)
     first, second = Handler(meeting, 0), Handler(meeting, 1)
     results = run_all(
-        [first, second],
-        lambda one: run(one, "true" if one.rank == 0 else "false", barrier=0.1),
+        [first, second], lambda one: run(one, "true" if one.rank == 0 else "false", barrier=0.1)
     )
     assert [one.state for one in results] == [WorkerState.SUCCEEDED, WorkerState.FAILED]
 

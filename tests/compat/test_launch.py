@@ -34,12 +34,7 @@ from elastic_aio.compat.torch.launch import (
     parse_min_max_nnodes,
     run,
 )
-from elastic_aio.compat.torch.metrics import (
-    MetricData,
-    MetricHandler,
-    NullMetricHandler,
-    configure,
-)
+from elastic_aio.compat.torch.metrics import MetricData, MetricHandler, NullMetricHandler, configure
 from elastic_aio.compat.torch.multiprocessing import DefaultLogsSpecs, Std
 from elastic_aio.compat.torch.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 from elastic_aio.store import StoreServer

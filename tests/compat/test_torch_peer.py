@@ -34,10 +34,7 @@ print(result.state, result.return_values, handler.shutdown())
 OURS = "elastic_aio.compat.torch"
 ELASTIC = "torch.distributed.elastic"
 OUR_HANDLERS = {"handlers": f"{OURS}.rendezvous", "registry": f"{OURS}.rendezvous"}
-THEIR_HANDLERS = {
-    "handlers": f"{ELASTIC}.rendezvous",
-    "registry": f"{ELASTIC}.rendezvous.registry",
-}
+THEIR_HANDLERS = {"handlers": f"{ELASTIC}.rendezvous", "registry": f"{ELASTIC}.rendezvous.registry"}
 
 
 @pytest.mark.parametrize(

@@ -93,11 +93,7 @@ async def test_tee(tmp_path: Path) -> None:
             {0: {}, 1: {}},
             "args: must name the local ranks 0 to 1; missing: [1]; unknown: [2] (got [0, 2])",
         ),
-        (
-            {0: (), 1: ()},
-            {0: {}},
-            "envs: must name the local ranks 0 to 1; missing: [1] (got [0])",
-        ),
+        ({0: (), 1: ()}, {0: {}}, "envs: must name the local ranks 0 to 1; missing: [1] (got [0])"),
         (
             {0: ()},
             {0: {}, "x": {}},

@@ -237,10 +237,7 @@ class ErrorHandler:
             write_error_file(worker_error(e, path))
 
     def override_error_code_in_rootcause_data(
-        self,
-        rootcause_error_file: str,
-        rootcause_error: dict[str, Any],
-        error_code: int = 0,
+        self, rootcause_error_file: str, rootcause_error: dict[str, Any], error_code: int = 0
     ) -> None:
         """Add the exit code to the content of an error file, whose path is for the log."""
         message = rootcause_error.get("message")

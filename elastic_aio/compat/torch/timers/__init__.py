@@ -16,11 +16,7 @@ from elastic_aio.compat.torch.timers.api import (
     configure,
     expires,
 )
-from elastic_aio.compat.torch.timers.file import (
-    FileTimerClient,
-    FileTimerRequest,
-    FileTimerServer,
-)
+from elastic_aio.compat.torch.timers.file import FileTimerClient, FileTimerRequest, FileTimerServer
 
 __all__ = [
     "FileTimerClient",
