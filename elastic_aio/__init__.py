@@ -66,8 +66,8 @@ if TYPE_CHECKING:
     from elastic_aio.outcome import ResourceUsage as ResourceUsage
     from elastic_aio.outcome import WorkerError as WorkerError
     from elastic_aio.outcome import WorkerResult as WorkerResult
-    from elastic_aio.rendezvous.event_reader import JobEvents as JobEvents
-    from elastic_aio.rendezvous.event_reader import follow_job as follow_job
+    from elastic_aio.rendezvous.event_stream import JobEvents as JobEvents
+    from elastic_aio.rendezvous.event_stream import follow_job as follow_job
     from elastic_aio.report import format_failure as format_failure
     from elastic_aio.spec.job import Command as Command
     from elastic_aio.spec.job import Function as Function
@@ -115,7 +115,7 @@ else:
             """,
             "elastic_aio.launcher": "launch run",
             "elastic_aio.outcome": "AttemptResult ExitStatus Failure LaunchResult WorkerResult",
-            "elastic_aio.rendezvous.event_reader": "follow_job",
+            "elastic_aio.rendezvous.event_stream": "follow_job",
             "elastic_aio.spec.job": "Command Function LaunchSpec Module Script",
             "elastic_aio.spec.liveness": "LivenessSpec",
             "elastic_aio.spec.logs": "LogSpec",
@@ -134,7 +134,7 @@ else:
             "elastic_aio.logs.lines": "LogLine",
             "elastic_aio.logs.reader": "LogReader",
             "elastic_aio.outcome": "EndCause Goodput JobState ResourceUsage WorkerError",
-            "elastic_aio.rendezvous.event_reader": "JobEvents",
+            "elastic_aio.rendezvous.event_stream": "JobEvents",
             "elastic_aio.report": "format_failure",
             "elastic_aio.spec.job": "NodeRange NumaMode StartMethod",
             "elastic_aio.spec.logs": "Std StdMap",

@@ -26,7 +26,7 @@ from elastic_aio.control.protocol import DoneReply, ErrorReply, EventReply, GetE
 from elastic_aio.event_json import event_from_json, event_to_json
 from elastic_aio.events import Event
 from elastic_aio.launcher import run_coroutine
-from elastic_aio.rendezvous.event_reader import follow_job
+from elastic_aio.rendezvous.event_stream import follow_job
 from elastic_aio.spec.rendezvous import ENGINES
 
 _NOTICE_S = 1.0

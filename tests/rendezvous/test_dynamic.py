@@ -30,7 +30,7 @@ from elastic_aio.outcome import EndCause, JobState
 from elastic_aio.rendezvous import session
 from elastic_aio.rendezvous.base import RENDEZVOUS_FAILED, RoundStopped
 from elastic_aio.rendezvous.dynamic import DynamicRendezvous, silence_limits
-from elastic_aio.rendezvous.event_reader import follow_job
+from elastic_aio.rendezvous.event_stream import follow_job
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import Backoff, RestartAction, RestartPolicy

@@ -18,9 +18,8 @@ from elastic_aio.errors import SpecError, StoreClosed, StoreLost, StoreRefused, 
 from elastic_aio.event_json import event_from_json, event_to_json
 from elastic_aio.events import AttemptFailed
 from elastic_aio.outcome import ExitStatus, Failure, JobOutcome, WorkerError
-from elastic_aio.rendezvous import event_reader, job_store
-from elastic_aio.rendezvous.event_reader import JobEvents
-from elastic_aio.rendezvous.event_stream import KEPT, EventStreamWriter, count_events
+from elastic_aio.rendezvous import event_stream, job_store
+from elastic_aio.rendezvous.event_stream import KEPT, EventStreamWriter, JobEvents, count_events
 from elastic_aio.spec.restart import Backoff
 from elastic_aio.store import MemoryStore, Store, StoreServer, connect
 from tests.support.chaos import ChaosProxy
@@ -174,7 +173,7 @@ async def test_a_gap_is_waited_for() -> None:
 
 @pytest.fixture
 def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_reader, "_GAP_PATIENCE", 0.05)
+    monkeypatch.setattr(event_stream, "_GAP_PATIENCE", 0.05)
     monkeypatch.setattr(job_store, "_TURN", 0.2)
 
 
@@ -334,8 +333,8 @@ async def test_a_store_that_is_lost_again_and_again(monkeypatch: pytest.MonkeyPa
         next(attempts)
         raise StoreLost("the peer closed the connection")
 
-    monkeypatch.setattr(event_reader, "read_run", lose)
-    monkeypatch.setattr(event_reader, "_RETRY", Backoff(initial=0.1, jitter=False))
+    monkeypatch.setattr(event_stream, "read_run", lose)
+    monkeypatch.setattr(event_stream, "_RETRY", Backoff(initial=0.1, jitter=False))
     async with StoreServer("127.0.0.1") as server:
         with pytest.raises(
             StoreTimeout, match=rf"^no store at {server.endpoint} within 0.5 s: the peer closed"
@@ -350,7 +349,7 @@ async def test_a_store_that_is_lost_whenever_it_is_followed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It counts as one that is not found, and there are pauses between the attempts."""
-    monkeypatch.setattr(event_reader, "_RETRY", Backoff(initial=0.1, jitter=False))
+    monkeypatch.setattr(event_stream, "_RETRY", Backoff(initial=0.1, jitter=False))
     async with StoreServer("127.0.0.1") as server, ChaosProxy(server.port) as proxy:
 
         async def cut() -> None:
@@ -385,7 +384,7 @@ async def test_an_attempt_that_fails_loses_no_event(monkeypatch: pytest.MonkeyPa
                     raise losses.pop()
                 return await count_events(store)
 
-            monkeypatch.setattr(event_reader, "count_events", lose_once)
+            monkeypatch.setattr(event_stream, "count_events", lose_once)
             proxy.is_refusing = True
             proxy.cut()
             assert shown(await taken(events, 5)) == ["missed 0", 10, 11, 12, 13]
