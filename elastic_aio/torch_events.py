@@ -1,7 +1,7 @@
 """This library's events as torch's: the same names, metadata and metrics, with true times.
 
-Pure: one `TorchEvents` (or `TorchMetrics`) reads the stream of one node in its order, since
-torch repeats in each event what ours say once.
+Pure but for the plug-ins: one `TorchEvents` (or `TorchMetrics`) reads the stream of one node in
+its order, since torch repeats in each event what ours say once.
 
 ========================  ==================================================================
 event here                torch's events
@@ -20,13 +20,21 @@ JobFinished               WORKER SUCCEEDED, FAILED or TERMINATED for each worker
 from __future__ import annotations
 
 import json
-from typing import Any
+import logging
+from collections.abc import Callable
+from typing import Any, Final
 
 from msgspec import Struct
 
 from elastic_aio import events, node_events
 from elastic_aio.outcome import Failure, JobState
+from elastic_aio.spec.checks import UsageError, invalid_value
 from elastic_aio.status import StatusTracker
+
+GROUPS: Final = ("elastic_aio.event_handlers", "torchrun.handlers")
+"""Entry point groups of handlers, torchrun's own among them; the first one wins."""
+
+_OPTION: Final = "--event-log-handler"
 
 
 class _Worker(Struct):
@@ -278,3 +286,57 @@ class TorchMetrics:
 
     def _named(self, metrics: list[tuple[str, int]]) -> list[tuple[str, int]]:
         return [(f"workers.{self._job.started.role}.{name}", value) for name, value in metrics]
+
+
+Send = Callable[[str], None]
+
+
+def load_event_handler(name: str) -> Callable[[Send], Callable[[events.Event], None]]:
+    """Load a handler of `--event-log-handler`; return what makes a listener for events.
+
+    That function takes what writes a line to standard error, which "console" uses.  Another name
+    is that of an entry point: a `logging.Handler`, or a function that returns one.
+
+    Raises:
+        UsageError: there is no such handler, or it cannot be loaded.
+    """
+    plugin = None if name == "console" else _plugin(name)
+
+    def make_listener(print_line: Send) -> Callable[[events.Event], None]:
+        send, translate = plugin or print_line, TorchEvents()
+
+        def on_event(event: events.Event) -> None:
+            for line in translate(event):
+                send(json.dumps(line))
+
+        return on_event
+
+    return make_listener
+
+
+def _plugin(name: str) -> Send:
+    from importlib.metadata import entry_points  # searching for plug-ins takes a while
+
+    found = [entry for group in GROUPS for entry in entry_points(group=group)]
+    for entry in found:
+        if entry.name != name:
+            continue
+        try:
+            loaded = entry.load()
+            handler = loaded if isinstance(loaded, logging.Handler) else loaded()
+        except Exception as error:
+            raise UsageError(f"{_OPTION}: {name} cannot be loaded: {error!r}") from error
+        if not isinstance(handler, logging.Handler):
+            raise invalid_value(_OPTION, "must name a logging.Handler", name)
+        return _record_sender(name, handler)
+    known = ", ".join(sorted({"console", "null", *(entry.name for entry in found)}))
+    raise invalid_value(_OPTION, f"must be one of: {known}", name)
+
+
+def _record_sender(name: str, handler: logging.Handler) -> Send:
+    logger = f"torchelastic-events-{name}"
+
+    def send(line: str) -> None:
+        handler.handle(logging.LogRecord(logger, logging.INFO, __file__, 0, line, (), None))
+
+    return send

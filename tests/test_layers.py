@@ -42,7 +42,7 @@ LAYERS: list[set[str]] = [
     {"rendezvous"},
     {"agent"},
     {"http", "report", "testing", "torch_events", "torch_logs", "torch_variables"},
-    {"event_handlers", "launcher"},
+    {"launcher"},
     {"group"},
     {"multiprocessing"},
     {"plugins", "sync"},

@@ -55,7 +55,7 @@ def main_dry_run(request: RunRequest) -> int:
     try:
         choose_loop(request.loop)
         if request.event_log_handler != "null":
-            from elastic_aio.event_handlers import load_event_handler
+            from elastic_aio.torch_events import load_event_handler
 
             load_event_handler(request.event_log_handler)
         check_runnable(spec)

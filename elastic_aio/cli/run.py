@@ -84,7 +84,7 @@ def _handler_factory(name: str) -> HandlerFactory | None:
     """Return what makes the listener for `--event-log-handler`; None without one."""
     if name == "null":
         return None
-    from elastic_aio.event_handlers import load_event_handler
+    from elastic_aio.torch_events import load_event_handler
 
     return load_event_handler(name)
 

@@ -38,9 +38,9 @@ COMPILED_MAX = 47
 FOR_OTHER_JOBS = """
 agent.decision agent.multi_node_driver agent.retention agent.timers agent.uninterruptible cli.parser
 cli.rendezvous_options cli.restart_options cli.schedulers cli.sd_notify cli.suggestions
-cli.tls_options discovery event_handlers event_json group hardware http logs.inotify
-logs.line_filter logs.reader logs.trimmer node_events process.calls process.fork process.forkserver
-rendezvous spec.rdzv_conf spec.torchrun stacks store.client store.server store.tls torch_logs
+cli.tls_options discovery event_json group hardware http logs.inotify logs.line_filter logs.reader
+logs.trimmer multiprocessing node_events process.calls process.fork process.forkserver rendezvous
+spec.rdzv_conf spec.torchrun stacks store.client store.server store.tls torch_events torch_logs
 torch_variables watch.forensics worker.bootstrap worker.membership worker.notify worker.recorder
 worker.scripts worker.timers
 """

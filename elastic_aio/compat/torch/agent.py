@@ -35,7 +35,6 @@ from elastic_aio.compat.torch.rendezvous.api import RendezvousClosedError, error
 from elastic_aio.compat.torch.rendezvous.bridge import HandlerRendezvous
 from elastic_aio.compat.torch.rendezvous.handlers import DynamicRendezvousHandler
 from elastic_aio.errors import JobFailed, JobStopped, RendezvousFailed, SpecError
-from elastic_aio.event_handlers import load_event_handler
 from elastic_aio.events import AttemptFailed, Event, JobFinished, StopRequested, WorkerStarted
 from elastic_aio.http.server import StatusServer
 from elastic_aio.launcher import receive_signals, run_coroutine, supervise_agent
@@ -50,6 +49,7 @@ from elastic_aio.spec.restart import RestartPolicy
 from elastic_aio.spec.stop import SignalSpec, StopPlan
 from elastic_aio.spec.torchrun import TORCHRUN_DEFAULTS
 from elastic_aio.sync import LoopThread
+from elastic_aio.torch_events import load_event_handler
 from elastic_aio.torch_logs import TorchLogLayout
 from elastic_aio.torch_variables import (
     HEALTH_VARIABLE,
