@@ -308,15 +308,8 @@ def make_result(
 ) -> LaunchResult:
     """Return what `Agent.wait` returns, or raises within an exception.
 
-    Args:
-        run_id: identifier of the run.
-        outcome: how the job ended.
-        attempt: number of the last attempt of the job.
-        ended: the attempts on this host.
-        duration: seconds that the job ran.
-        now: Unix seconds.
-        log_dir: directory of the run's logs; None if there is none, or it was removed.
-        goodput: how the time was spent.
+    `attempt` is the number of the job's last attempt, `ended` has those of this host.  `log_dir`
+    is None if there is none, or it was removed; `now` is in Unix seconds.
     """
     attempts = [*ended]
     if outcome.failures:

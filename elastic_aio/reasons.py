@@ -107,13 +107,8 @@ def reason_of(message: str, stderr: Sequence[str] = (), *, code: int | None = No
     """Return in one line why a worker failed; empty if the texts do not say it.
 
     A program that exits with a code of its own choice says why in its last line: an exception
-    above that was handled.
-
-    Args:
-        message: what it has recorded, or is known about it; the exception is in its first
-            line, unless it holds a traceback.
-        stderr: the last lines that it has written there.
-        code: the exit code; that of an exception is 1.
+    above that was handled.  `message` is what it has recorded, or is known about it: the exception
+    is in the first line, unless it holds a traceback.  `stderr` has the last lines written there.
     """
     lines = plain_lines(message)
     if any(_HEADER in line for line in lines) and (found := exception_line(lines)):
@@ -146,13 +141,9 @@ def known_cause(
 ) -> tuple[str, bool]:
     """Return the name of a known cause and whether the status proves it; ("", False) for none.
 
-    Args:
-        reason: as `reason_of` has returned it.
-        output: the lines after the exception, or the last ones.
-        code: the exit code, which may be a shell's for a signal.
-        signal: the signal that has ended the worker.
-        oom_kills: what the kernel says about processes that it has killed meanwhile.
-        is_shm_full: whether /dev/shm has no space left.
+    `reason` is that of `reason_of`; `output` has the lines after the exception, or the last ones;
+    `code` may be a shell's for a signal.  `oom_kills` is what the kernel says about processes that
+    it has killed in the time of the worker, `is_shm_full` whether /dev/shm has no space left.
     """
     number = _signal_of(code, signal)
     if number == _SIGKILL and oom_kills:
@@ -234,10 +225,7 @@ def exception_line(lines: Sequence[str]) -> str:
     """Return the line of the exception that a text ends with; empty if there is none.
 
     That is the one of the last traceback.  Of an exception group the line of its first
-    exception follows.
-
-    Args:
-        lines: without escape sequences.
+    exception follows.  The lines have no escape sequences.
     """
     tried = 0
     for index in range(len(lines) - 1, -1, -1):

@@ -41,10 +41,8 @@ class EventPrinter:
     def __init__(self, stderr: Sink, level: int, *, color: str = "never") -> None:
         """Print into `stderr`, which the caller closes.
 
-        Args:
-            stderr: standard error.
-            level: least `Level` of what is printed; the end of a failed job always is.
-            color: "auto" (on a terminal), "always" or "never".
+        Events of less than `level` are not printed; the end of a failed job always is.
+        `color` is "auto" (on a terminal), "always" or "never".
         """
         self._writer = LineWriter(stderr)
         self._level = level

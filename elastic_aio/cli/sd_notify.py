@@ -40,11 +40,9 @@ class ServiceNotifier:
     """
 
     def __init__(self, address: str, watchdog: float | None) -> None:
-        """Prepare; the watchdog gets signs within the block.
+        """Prepare; within the block the manager gets a sign in half of `watchdog` seconds, if any.
 
-        Args:
-            address: path of a socket; "@" begins an abstract name.
-            watchdog: seconds within which the manager wants a sign; None for never.
+        `address` is the path of a socket; "@" begins an abstract name.
         """
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self._watchdog = watchdog
@@ -61,9 +59,7 @@ class ServiceNotifier:
     def take(cls, env: MutableMapping[str, str], pid: int) -> ServiceNotifier | None:
         """Return the notifier of a service, and remove its variables; None for another program.
 
-        Args:
-            env: the environment.
-            pid: this process, which the variables of the watchdog may not be for.
+        The variables of the watchdog may be for another process than `pid`.
         """
         address = env.pop(_ADDRESS, "")
         microseconds, owner = env.pop(_WATCHDOG, ""), env.pop(_WATCHDOG_PID, "")

@@ -66,13 +66,7 @@ def job_row(job: RunningJob, now: float) -> tuple[str, ...]:
 
 
 def worker_row(worker: WorkerStatus, now: float, share: float | None = None) -> tuple[str, ...]:
-    """Return the cells of a worker for `WORKER_COLUMNS`.
-
-    Args:
-        worker: the worker.
-        now: Unix seconds.
-        share: the part of a CPU that it uses now; None if that is not known.
-    """
+    """Return the cells of a worker for `WORKER_COLUMNS`; `share` is the part of a CPU it uses."""
     usage = worker.usage
     state = worker.state if not worker.status else f"{worker.state} ({worker.status})"
     return (
