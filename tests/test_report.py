@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from typing import Any
 
 import pytest
 
@@ -64,67 +65,36 @@ from elastic_aio.status import Level
 
 WHEN = time.mktime((2026, 1, 2, 3, 4, 5, 0, 0, -1))
 
-CRASH = Failure(
-    rank=2,
-    local_rank=2,
-    pid=102,
-    host="box",
-    status=ExitStatus(code=1),
-    time=WHEN,
-    order=0,
-    error=WorkerError(
-        "ValueError: no data",
-        "Traceback (most recent call last):\n  File x, line 1\nValueError: no data\n",
-        WHEN,
-        "/logs/2/error.json",
-    ),
+
+def failed(rank: int, status: ExitStatus, *, host: str = "box", **extra: Any) -> Failure:
+    """Return the failure of a worker."""
+    return Failure(rank, rank, 100 + rank, host, status, WHEN, 0, **extra)
+
+
+TRACE = "Traceback (most recent call last):\n  File x, line 1\nValueError: no data\n"
+CRASH = failed(
+    2,
+    ExitStatus(code=1),
+    error=WorkerError("ValueError: no data", TRACE, WHEN, "/logs/2/error.json"),
     stderr_tail=("not shown: the traceback says more",),
     stderr_path="/logs/2/stderr.log",
 )
-VICTIM = Failure(
-    rank=0,
-    local_rank=0,
-    pid=100,
-    host="box",
-    status=ExitStatus(signal=15),
-    time=WHEN,
-    order=1,
-    is_victim=True,
-)
-EXIT_7 = Failure(
-    rank=1,
-    local_rank=1,
-    pid=101,
-    host="box",
-    status=ExitStatus(code=7),
-    time=WHEN,
-    order=0,
+VICTIM = failed(0, ExitStatus(signal=15), is_victim=True)
+EXIT_7 = failed(
+    1,
+    ExitStatus(code=7),
     stderr_tail=("loading", "cannot load"),
     stderr_path="/logs/1/stderr.log",
     notes=("the disk of its log file is full: /logs (/logs/1/stderr.log)",),
 )
-SEGFAULT = Failure(
-    rank=3,
-    local_rank=3,
-    pid=103,
-    host="box",
-    status=ExitStatus(signal=11),
-    time=WHEN,
-    order=0,
-)
+SEGFAULT = failed(3, ExitStatus(signal=11))
 
 
 def result(*failures: Failure, log_dir: str | None = None) -> LaunchResult:
     """Return the result of a failed job."""
-    return LaunchResult(
-        run_id="r",
-        state=JobState.FAILED,
-        reason="no restarts allowed (max restarts: 0)",
-        exit_code=1,
-        duration=1.0,
-        attempts=(AttemptResult(0, WHEN, 1.0, failures=failures),),
-        log_dir=log_dir,
-    )
+    attempts = (AttemptResult(0, WHEN, 1.0, failures=failures),)
+    why = "no restarts allowed (max restarts: 0)"
+    return LaunchResult("r", JobState.FAILED, why, 1, 1.0, attempts=attempts, log_dir=log_dir)
 
 
 def test_the_report_has_torchruns_layout() -> None:
@@ -204,23 +174,13 @@ def test_a_signal_is_named() -> None:
 
 def test_a_lost_exit_status() -> None:
     """Another part of the program reaped the worker."""
-    lost = Failure(
-        rank=0, local_rank=0, pid=1, host="h", status=ExitStatus(), time=WHEN, order=0
-    )  # fmt: skip
-    assert "exitcode  : ? (pid: 1)" in format_failure(result(lost), "x")
+    assert "exitcode  : ? (pid: 101)" in format_failure(result(failed(1, ExitStatus())), "x")
 
 
 def test_a_message_without_a_traceback() -> None:
     """Later lines are indented."""
-    failure = Failure(
-        rank=0,
-        local_rank=0,
-        pid=9,
-        host="h",
-        status=ExitStatus(code=1),
-        time=WHEN,
-        order=0,
-        error=WorkerError("out of luck\ntwice", None, WHEN, "/e"),
+    failure = failed(
+        0, ExitStatus(code=1), error=WorkerError("out of luck\ntwice", None, WHEN, "/e")
     )
     assert "traceback : out of luck\n  twice\n" in format_failure(result(failure), "x")
 
@@ -236,426 +196,172 @@ def test_rules_are_as_wide_as_the_text() -> None:
     assert lines[1] == "=" * min(60, longest)
 
 
+INFO, WARNING = Level.INFO, Level.WARNING
+
+# fmt: off
 EVENTS: list[tuple[Event, int, str]] = [
-    (
-        JobStarted(
-            run_id="r7",
-            node="box",
-            entrypoint="train.py",
-            nproc_per_node=4,
-            nnodes="1",
-            max_restarts=2,
-            agent_pid=1,
-            log_dir="/logs/r7_x",
-        ),
-        Level.WARNING,
-        "run r7: 4 workers of train.py on box, 2 restarts, logs in /logs/r7_x",
-    ),
-    (
-        JobStarted(
-            run_id="r",
-            node="box",
-            entrypoint="x",
-            nproc_per_node=1,
-            nnodes="1",
-            max_restarts=0,
-            agent_pid=1,
-        ),
-        Level.WARNING,
-        "run r: 1 worker of x on box, 0 restarts, no logs unless it fails",
-    ),
-    (
-        JobStarted(
-            run_id="r",
-            node="box",
-            entrypoint="x",
-            nproc_per_node=2,
-            nnodes="1:4",
-            max_restarts=0,
-            agent_pid=1,
-        ),
-        Level.WARNING,
-        "run r: 2 workers of x on box, one of 1 to 4 nodes, 0 restarts, no logs unless it fails",
-    ),
-    (WorkerStarted(rank=1, local_rank=1, pid=7), Level.INFO, "rank 1 started (pid 7)"),
-    (
-        WorkerExited(rank=1, local_rank=1, pid=7, status=ExitStatus(code=3), duration=1.5),
-        Level.INFO,
-        "rank 1 (pid 7): exit code 3, after 1.5 s",
-    ),
-    (
-        WorkerExited(
-            rank=1, local_rank=1, pid=7, status=ExitStatus(signal=15), duration=2, is_victim=True
-        ),
-        Level.INFO,
-        "rank 1 (pid 7): killed by SIGTERM, stopped by the supervisor, after 2 s",
-    ),
-    (
-        AttemptFailed(attempt=1, root=EXIT_7, failures=(EXIT_7,)),
-        Level.WARNING,
-        "attempt 1 failed: rank 1 (pid 101): exit code 7: cannot load",
-    ),
-    (
-        AttemptFailed(attempt=0, root=CRASH, failures=(CRASH,)),
-        Level.WARNING,
-        "attempt 0 failed: rank 2 (pid 102): exit code 1: ValueError: no data",
-    ),
-    (
-        Restarting(attempt=1, why="restart 1 of 2 (max restarts)", delay=0.25, restarts=1),
-        Level.WARNING,
-        "restarting as attempt 1 in 0.25 s: restart 1 of 2 (max restarts)",
-    ),
-    (
-        Restarting(attempt=1, why="restart 1 of 2 (max restarts)", delay=0, restarts=1),
-        Level.WARNING,
-        "restarting as attempt 1: restart 1 of 2 (max restarts)",
-    ),
-    (
-        Restarting(attempt=3, why="restart 1 of 2 (max restarts)", delay=0, restarts=3, returned=2),
-        Level.WARNING,
-        "restarting as attempt 3: restart 1 of 2 (max restarts), 2 former restarts returned",
-    ),
-    (
-        StopRequested(reason="SIGTERM was received", plan="SIGTERM 25 s, SIGKILL", signal=15),
-        Level.WARNING,
-        "stopping the workers (SIGTERM 25 s, SIGKILL): SIGTERM was received",
-    ),
-    (
-        StopRequested(reason="b is leaving", plan="SIGTERM 25 s, SIGKILL", is_ordered=True),
-        Level.WARNING,
-        "stopping the workers (SIGTERM 25 s, SIGKILL): b is leaving",
-    ),
-    (
-        StopRequested(reason="local rank 1 failed", plan="SIGTERM 25 s, SIGKILL"),
-        Level.INFO,
-        "stopping the workers (SIGTERM 25 s, SIGKILL): local rank 1 failed",
-    ),
-    (
-        StopEscalated(signal=9, pids=(5,)),
-        Level.WARNING,
-        "1 process did not stop in time, sending SIGKILL (pid 5)",
-    ),
-    (
-        StopEscalated(signal=9, pids=tuple(range(1, 11))),
-        Level.WARNING,
-        "10 processes did not stop in time, sending SIGKILL (pid 1, 2, 3, 4, 5, 6, 7, 8, ...)",
-    ),
-    (
-        StopEscalated(signal=9, pids=(5, 6), reason="a second SIGINT was received"),
-        Level.WARNING,
-        "a second SIGINT was received, sending SIGKILL to 2 processes (pid 5, 6)",
-    ),
-    (
-        StopEscalated(signal=9, pids=(), reason="a second SIGINT was received"),
-        Level.WARNING,
-        "a second SIGINT was received, sending SIGKILL",
-    ),
-    (
-        StopEscalated(signal=9, pids=()),
-        Level.WARNING,
-        "processes may not have stopped in time, sending SIGKILL",
-    ),
-    (
-        WorkerAbandoned(pid=5, state="D in nfs_wait"),
-        Level.WARNING,
-        "process 5 did not exit after SIGKILL (state D in nfs_wait), left behind",
-    ),
-    (
-        WorkerAbandoned(pid=0, state="/proc could not be read"),
-        Level.WARNING,
-        "processes may be left behind: /proc could not be read",
-    ),
-    (
-        SignalForwarded(signal=10, pids=(5, 6)),
-        Level.INFO,
-        "SIGUSR1 forwarded to 2 workers",
-    ),
-    (
-        SignalForwarded(signal=10, pids=(5,), unhandled=(5,)),
-        Level.WARNING,
-        "SIGUSR1 forwarded to 1 worker; 1 has no handler for it and will be ended by it (pid 5)",
-    ),
-    (
-        SignalForwarded(signal=10, pids=(7,), unhandled=(5, 6)),
-        Level.WARNING,
-        "SIGUSR1 forwarded to 1 worker; 2 have no handler for it and did not get it (pid 5, 6)",
-    ),
-    (
-        SignalForwarded(signal=10, pids=tuple(range(1, 20)), unhandled=tuple(range(1, 11))),
-        Level.WARNING,
-        "SIGUSR1 forwarded to 19 workers; 10 have no handler for it and will be ended by it"
-        " (pid 1, 2, 3, 4, 5, 6, 7, 8, ...)",
-    ),
-    (
-        TimerExpired(rank=1, local_rank=0, pid=7, scope="s", age=60.012, limit=60.0, signal=9),
-        Level.WARNING,
-        "timer 's' of rank 1 (pid 7) expired after 60.01 s (limit 60 s), sending SIGKILL",
-    ),
-    (
-        TimerExpired(rank=-1, local_rank=-1, pid=7, scope="s", age=1.5, limit=1.0, signal=0),
-        Level.WARNING,
-        "timer 's' of process 7 expired after 1.5 s (limit 1 s)",
-    ),
-    (
-        TimerRejected(why="a line of more than 4096 bytes"),
-        Level.WARNING,
-        "the pipe of the timers got a line of more than 4096 bytes",
-    ),
-    (
-        WorkerReady(rank=1, local_rank=0, pid=7, duration=2.5),
-        Level.INFO,
-        "rank 1 (pid 7) is ready after 2.5 s",
-    ),
-    (
-        DeadlineMissed(
-            rank=1, local_rank=0, pid=7, deadline="ready", limit=5.0, age=5.1, why="not ready"
-        ),
-        Level.WARNING,
-        "rank 1 (pid 7): not ready",
-    ),
-    (
-        WorkersIdle(
-            seconds=60.0,
-            workers=(
-                WorkerActivity(rank=0, local_rank=0, pid=7, state="S", syscall="futex"),
-                WorkerActivity(rank=1, local_rank=1, pid=8, state="D", wchan="nfs_wait"),
-                WorkerActivity(rank=2, local_rank=2, pid=9),
-            ),
-        ),
-        Level.WARNING,
-        "no worker has used CPU time or written anything for 60 s: rank 0 futex, rank 1 nfs_wait,"
-        " rank 2 unknown",
-    ),
-    (
-        WorkersUnfinished(seconds=60.2, finished=1, running=(1,)),
-        Level.WARNING,
-        "1 of 2 workers have finished, the first 60 s ago; still running: rank 1",
-    ),
-    (
-        WorkersUnfinished(seconds=60.2, finished=2, running=tuple(range(2, 12))),
-        Level.WARNING,
-        "2 of 12 workers have finished, the first 60 s ago; still running: ranks 2, 3, 4, 5, 6,"
-        " 7, 8, 9, ...",
-    ),
-    (
-        WorkersUnfinished(seconds=60.2, finished=8, running=(8, 9), world_size=16),
-        Level.WARNING,
-        "8 of 16 workers have finished, the first 60 s ago; still running here: ranks 8, 9",
-    ),
-    (
-        StacksDumped(why="no heartbeat", summary="rank 0 waits in barrier", path="/logs/s"),
-        Level.WARNING,
-        "stacks (no heartbeat): rank 0 waits in barrier (/logs/s)",
-    ),
-    (
-        LeftoversFound(pids=(7,), programs=("tar",), linger=0.0),
-        Level.WARNING,
-        "the workers have succeeded and left 1 process behind, it is stopped now: tar (7)",
-    ),
-    (
-        LeftoversFound(pids=(7,), programs=("python3 up.py",), linger=8.0),
-        Level.WARNING,
-        "the workers have succeeded and left 1 process behind, it may run for another 8 s:"
-        " python3 up.py (7)",
-    ),
-    (
-        LeftoversFound(pids=tuple(range(1, 7)), programs=("sh",) * 6, linger=30.0),
-        Level.WARNING,
-        "the workers have succeeded and left 6 processes behind, they may run for another 30 s:"
-        " sh (1), sh (2), sh (3), sh (4), sh (5), ...",
-    ),
-    (GuardianRestarted(pid=9), Level.WARNING, "guardian process exited, restarted as pid 9"),
-    (
-        GuardianLost(why="no process left"),
-        Level.WARNING,
-        "guardian process exited, the job is unguarded: no process left",
-    ),
-    (
-        ControlUnavailable(why="permission denied"),
-        Level.WARNING,
-        "no control socket for this job: permission denied",
-    ),
-    (
-        LogsNotRemoved(why="stale file handle"),
-        Level.WARNING,
-        "logs of old runs are not removed: stale file handle",
-    ),
-    (
-        ConsoleLost(stream="stdout", why="broken pipe"),
-        Level.WARNING,
-        "stdout accepts no more output (broken pipe); see the logs",
-    ),
-    (
-        ConsoleLost(stream="stdout", why="it was not read", unshown=7),
-        Level.WARNING,
-        "stdout accepts no more output (it was not read); 7 bytes not shown, see the logs",
-    ),
-    (
-        LogDiskFull(mount_point="/mnt", is_shown=True, why="input/output error"),
-        Level.WARNING,
-        "writes to the log files fail (input/output error), the console shows the rest: /mnt",
-    ),
-    (
-        LogDiskFull(mount_point="/mnt", is_shown=False),
-        Level.WARNING,
-        "writes to the log files fail (no space left on device), they may be incomplete: /mnt",
-    ),
-    (
-        OutputLost(rank=3, local_rank=1, stream="stderr", path="/logs/x", why="it is gone"),
-        Level.WARNING,
-        "output of stderr of rank 3 lost: it is gone (/logs/x)",
-    ),
-    (
-        OutputLost(rank=3, local_rank=1, stream="stderr", path="/x", why="it is gone", lost=1),
-        Level.WARNING,
-        "1 byte of stderr of rank 3 lost: it is gone (/x)",
-    ),
-    (
-        AttemptFailed(attempt=1, node="box", root=EXIT_7, failures=(EXIT_7,)),
-        Level.WARNING,
-        "attempt 1 failed: rank 1 (pid 101): exit code 7: cannot load",
-    ),
-    (
-        AttemptFailed(attempt=1, node="other", root=EXIT_7, failures=(EXIT_7,)),
-        Level.WARNING,
-        "attempt 1 failed on box: rank 1 (pid 101): exit code 7: cannot load",
-    ),
-    (
-        NodeJoined(name="a", member="a_1", address="10.0.0.1", nproc=1, role="default"),
-        Level.INFO,
-        "node a joined with 1 worker (10.0.0.1)",
-    ),
-    (
-        NodeJoined(name="a", member="", address="b", nproc=1, role="r", differs=("x is 1",)),
-        Level.WARNING,
-        "node a joined with 1 worker (b); x is 1",
-    ),
-    (NodeLeft(name="a", member="a_1", why="it is done"), Level.INFO, "node a left: it is done"),
-    (
-        NodeLost(name="a", member="a_1", why="silent for 5 s"),
-        Level.WARNING,
-        "node a is lost: silent for 5 s",
-    ),
-    (
-        NodeRefused(name="e", member="e_1", why="another role"),
-        Level.WARNING,
-        "node e was refused: another role",
-    ),
-    (
-        RoundForming(
-            round=3,
-            joined=3,
-            minimum=4,
-            maximum=4,
-            present=("a", "b", "d"),
-            missing=("c",),
-            refused=("e: wrong role",),
-            time_left=12.3,
-        ),
-        Level.WARNING,
-        "workers stopped, waiting for nodes: 3 nodes present (a, b, d), minimum 4, maximum 4,"
-        " missing c, fails in 12 s; refused e: wrong role",
-    ),
-    (
-        RoundForming(round=0, joined=20, minimum=16, maximum=32, present=("a", "b"), time_left=600),
-        Level.WARNING,
-        "waiting for nodes: 20 nodes present (a, b, ...), minimum 16, maximum 32, starts in 600 s",
-    ),
-    (
-        RoundForming(round=0, joined=0, minimum=1, maximum=2),
-        Level.WARNING,
-        "waiting for nodes: 0 nodes present, minimum 1, maximum 2",
-    ),
-    (
-        RoundFormed(
-            round=1,
-            group_rank=0,
-            group_world_size=2,
-            world_size=8,
-            master_addr="10.0.0.1",
-            master_port=7,
-        ),
-        Level.INFO,
-        "round 1: group rank 0 of 2, 8 workers in all, master at 10.0.0.1:7",
-    ),
-    (
-        RoundFormed(
-            round=1,
-            group_rank=-1,
-            group_world_size=1,
-            world_size=1,
-            master_addr="10.0.0.1",
-            master_port=7,
-        ),
-        Level.INFO,
-        "round 1: 1 node, 1 worker in all, master at 10.0.0.1:7",
-    ),
-    (
-        MembershipChanged(attempt=2, why="c was lost", round=3, nodes=1),
-        Level.WARNING,
-        "membership changed, attempt 2 has 1 node: c was lost",
-    ),
-    (
-        MembershipPending(round=3, why="d joined", time_left=29.6),
-        Level.WARNING,
-        "the membership is about to change in 30 s, unless others join: d joined",
-    ),
-    (
-        MembershipPending(round=3, why="no node is about to join any more", time_left=None),
-        Level.INFO,
-        "the membership stays as it is: no node is about to join any more",
-    ),
-    (
-        RoundWaiting(phase="stopping", what="b: not stopped its workers", waited=9, time_left=61),
-        Level.WARNING,
-        "stopping: b: not stopped its workers (waited 9 s, 61 s left)",
-    ),
-    (
-        NodeStandby(round=1, maximum=4),
-        Level.WARNING,
-        "on standby: the job has its maximum of 4 nodes",
-    ),
-    (StandbyPromoted(round=2, group_rank=3), Level.INFO, "promoted from standby to group rank 3"),
-    (
-        CoordinatorChanged(name="b", term=2),
-        Level.INFO,
-        "node b is the coordinator (term 2)",
-    ),
-    (
-        WorkerStoreRefused(peer="a:1", why="sent a request that is refused: the store is full"),
-        Level.WARNING,
-        "the store of the workers closed the connection of a:1: it sent a request that is refused:"
-        " the store is full",
-    ),
-    (
-        RendezvousStoreAwaited(why="a:1: connection refused", time_left=55.2),
-        Level.WARNING,
-        "waiting for the rendezvous store, 55 s left: a:1: connection refused",
-    ),
-    (
-        RendezvousStoreLost(endpoint="a:1", why="connection reset"),
-        Level.WARNING,
-        "rendezvous store at a:1 lost: connection reset",
-    ),
-    (
-        RendezvousStoreRecovered(endpoint="b:1", is_host=True),
-        Level.WARNING,
-        "rendezvous store recovered at b:1, served by this node",
-    ),
-    (
-        RendezvousStoreRecovered(endpoint="b:1", is_host=False),
-        Level.WARNING,
-        "rendezvous store recovered at b:1",
-    ),
-    (EventsMissed(count=3), Level.WARNING, "3 events missed"),
-    (EventsMissed(count=0), Level.WARNING, "some events missed"),
-    (EventsMissed(count=0, why="too late"), Level.WARNING, "some events missed: too late"),
-    (
-        JobFinished(state=JobState.FAILED, why="rule", exit_code=1, duration=2.5, restarts=0),
-        Level.INFO,
-        "job failed after 2.5 s: rule",
-    ),
+    (JobStarted(run_id="r7", node="box", entrypoint="train.py", nproc_per_node=4, nnodes="1",
+     max_restarts=2, agent_pid=1, log_dir="/logs/r7_x"), WARNING,
+     "run r7: 4 workers of train.py on box, 2 restarts, logs in /logs/r7_x"),
+    (JobStarted(run_id="r", node="box", entrypoint="x", nproc_per_node=1, nnodes="1",
+     max_restarts=0, agent_pid=1), WARNING,
+     "run r: 1 worker of x on box, 0 restarts, no logs unless it fails"),
+    (JobStarted(run_id="r", node="box", entrypoint="x", nproc_per_node=2, nnodes="1:4",
+     max_restarts=0, agent_pid=1), WARNING,
+     "run r: 2 workers of x on box, one of 1 to 4 nodes, 0 restarts, no logs unless it fails"),
+    (WorkerStarted(rank=1, local_rank=1, pid=7), INFO, "rank 1 started (pid 7)"),
+    (WorkerExited(rank=1, local_rank=1, pid=7, status=ExitStatus(code=3), duration=1.5), INFO,
+     "rank 1 (pid 7): exit code 3, after 1.5 s"),
+    (WorkerExited(rank=1, local_rank=1, pid=7, status=ExitStatus(signal=15), duration=2,
+     is_victim=True), INFO,
+     "rank 1 (pid 7): killed by SIGTERM, stopped by the supervisor, after 2 s"),
+    (AttemptFailed(attempt=1, root=EXIT_7, failures=(EXIT_7,)), WARNING,
+     "attempt 1 failed: rank 1 (pid 101): exit code 7: cannot load"),
+    (AttemptFailed(attempt=0, root=CRASH, failures=(CRASH,)), WARNING,
+     "attempt 0 failed: rank 2 (pid 102): exit code 1: ValueError: no data"),
+    (Restarting(attempt=1, why="restart 1 of 2 (max restarts)", delay=0.25, restarts=1), WARNING,
+     "restarting as attempt 1 in 0.25 s: restart 1 of 2 (max restarts)"),
+    (Restarting(attempt=1, why="restart 1 of 2 (max restarts)", delay=0, restarts=1), WARNING,
+     "restarting as attempt 1: restart 1 of 2 (max restarts)"),
+    (Restarting(attempt=3, why="restart 1 of 2 (max restarts)", delay=0, restarts=3, returned=2),
+     WARNING,
+     "restarting as attempt 3: restart 1 of 2 (max restarts), 2 former restarts returned"),
+    (StopRequested(reason="SIGTERM was received", plan="SIGTERM 25 s, SIGKILL", signal=15),
+     WARNING, "stopping the workers (SIGTERM 25 s, SIGKILL): SIGTERM was received"),
+    (StopRequested(reason="b is leaving", plan="SIGTERM 25 s, SIGKILL", is_ordered=True),
+     WARNING, "stopping the workers (SIGTERM 25 s, SIGKILL): b is leaving"),
+    (StopRequested(reason="local rank 1 failed", plan="SIGTERM 25 s, SIGKILL"), INFO,
+     "stopping the workers (SIGTERM 25 s, SIGKILL): local rank 1 failed"),
+    (StopEscalated(signal=9, pids=(5,)), WARNING,
+     "1 process did not stop in time, sending SIGKILL (pid 5)"),
+    (StopEscalated(signal=9, pids=tuple(range(1, 11))), WARNING,
+     "10 processes did not stop in time, sending SIGKILL (pid 1, 2, 3, 4, 5, 6, 7, 8, ...)"),
+    (StopEscalated(signal=9, pids=(5, 6), reason="a second SIGINT was received"), WARNING,
+     "a second SIGINT was received, sending SIGKILL to 2 processes (pid 5, 6)"),
+    (StopEscalated(signal=9, pids=(), reason="a second SIGINT was received"), WARNING,
+     "a second SIGINT was received, sending SIGKILL"),
+    (StopEscalated(signal=9, pids=()), WARNING,
+     "processes may not have stopped in time, sending SIGKILL"),
+    (WorkerAbandoned(pid=5, state="D in nfs_wait"), WARNING,
+     "process 5 did not exit after SIGKILL (state D in nfs_wait), left behind"),
+    (WorkerAbandoned(pid=0, state="/proc could not be read"), WARNING,
+     "processes may be left behind: /proc could not be read"),
+    (SignalForwarded(signal=10, pids=(5, 6)), INFO, "SIGUSR1 forwarded to 2 workers"),
+    (SignalForwarded(signal=10, pids=(5,), unhandled=(5,)), WARNING,
+     "SIGUSR1 forwarded to 1 worker; 1 has no handler for it and will be ended by it (pid 5)"),
+    (SignalForwarded(signal=10, pids=(7,), unhandled=(5, 6)), WARNING,
+     "SIGUSR1 forwarded to 1 worker; 2 have no handler for it and did not get it (pid 5, 6)"),
+    (SignalForwarded(signal=10, pids=tuple(range(1, 20)), unhandled=tuple(range(1, 11))),
+     WARNING,
+     "SIGUSR1 forwarded to 19 workers; 10 have no handler for it and will be ended by it "
+     "(pid 1, 2, 3, 4, 5, 6, 7, 8, ...)"),
+    (TimerExpired(rank=1, local_rank=0, pid=7, scope="s", age=60.012, limit=60.0, signal=9),
+     WARNING, "timer 's' of rank 1 (pid 7) expired after 60.01 s (limit 60 s), sending SIGKILL"),
+    (TimerExpired(rank=-1, local_rank=-1, pid=7, scope="s", age=1.5, limit=1.0, signal=0),
+     WARNING, "timer 's' of process 7 expired after 1.5 s (limit 1 s)"),
+    (TimerRejected(why="a line of more than 4096 bytes"), WARNING,
+     "the pipe of the timers got a line of more than 4096 bytes"),
+    (WorkerReady(rank=1, local_rank=0, pid=7, duration=2.5), INFO,
+     "rank 1 (pid 7) is ready after 2.5 s"),
+    (DeadlineMissed(rank=1, local_rank=0, pid=7, deadline="ready", limit=5.0, age=5.1,
+     why="not ready"), WARNING, "rank 1 (pid 7): not ready"),
+    (WorkersIdle(seconds=60.0, workers=(WorkerActivity(rank=0, local_rank=0, pid=7, state="S",
+     syscall="futex"), WorkerActivity(rank=1, local_rank=1, pid=8, state="D", wchan="nfs_wait"),
+     WorkerActivity(rank=2, local_rank=2, pid=9))), WARNING,
+     "no worker has used CPU time or written anything for 60 s: rank 0 futex, rank 1 "
+     "nfs_wait, rank 2 unknown"),
+    (WorkersUnfinished(seconds=60.2, finished=1, running=(1,)), WARNING,
+     "1 of 2 workers have finished, the first 60 s ago; still running: rank 1"),
+    (WorkersUnfinished(seconds=60.2, finished=2, running=tuple(range(2, 12))), WARNING,
+     "2 of 12 workers have finished, the first 60 s ago; still running: ranks 2, 3, 4, 5, 6, "
+     "7, 8, 9, ..."),
+    (WorkersUnfinished(seconds=60.2, finished=8, running=(8, 9), world_size=16), WARNING,
+     "8 of 16 workers have finished, the first 60 s ago; still running here: ranks 8, 9"),
+    (StacksDumped(why="no heartbeat", summary="rank 0 waits in barrier", path="/logs/s"),
+     WARNING, "stacks (no heartbeat): rank 0 waits in barrier (/logs/s)"),
+    (LeftoversFound(pids=(7,), programs=("tar",), linger=0.0), WARNING,
+     "the workers have succeeded and left 1 process behind, it is stopped now: tar (7)"),
+    (LeftoversFound(pids=(7,), programs=("python3 up.py",), linger=8.0), WARNING,
+     "the workers have succeeded and left 1 process behind, it may run for another 8 s: "
+     "python3 up.py (7)"),
+    (LeftoversFound(pids=tuple(range(1, 7)), programs=("sh",) * 6, linger=30.0), WARNING,
+     "the workers have succeeded and left 6 processes behind, they may run for another 30 s: "
+     "sh (1), sh (2), sh (3), sh (4), sh (5), ..."),
+    (GuardianRestarted(pid=9), WARNING, "guardian process exited, restarted as pid 9"),
+    (GuardianLost(why="no process left"), WARNING,
+     "guardian process exited, the job is unguarded: no process left"),
+    (ControlUnavailable(why="permission denied"), WARNING,
+     "no control socket for this job: permission denied"),
+    (LogsNotRemoved(why="stale file handle"), WARNING,
+     "logs of old runs are not removed: stale file handle"),
+    (ConsoleLost(stream="stdout", why="broken pipe"), WARNING,
+     "stdout accepts no more output (broken pipe); see the logs"),
+    (ConsoleLost(stream="stdout", why="it was not read", unshown=7), WARNING,
+     "stdout accepts no more output (it was not read); 7 bytes not shown, see the logs"),
+    (LogDiskFull(mount_point="/mnt", is_shown=True, why="input/output error"), WARNING,
+     "writes to the log files fail (input/output error), the console shows the rest: /mnt"),
+    (LogDiskFull(mount_point="/mnt", is_shown=False), WARNING,
+     "writes to the log files fail (no space left on device), they may be incomplete: /mnt"),
+    (OutputLost(rank=3, local_rank=1, stream="stderr", path="/logs/x", why="it is gone"),
+     WARNING, "output of stderr of rank 3 lost: it is gone (/logs/x)"),
+    (OutputLost(rank=3, local_rank=1, stream="stderr", path="/x", why="it is gone", lost=1),
+     WARNING, "1 byte of stderr of rank 3 lost: it is gone (/x)"),
+    (AttemptFailed(attempt=1, node="box", root=EXIT_7, failures=(EXIT_7,)), WARNING,
+     "attempt 1 failed: rank 1 (pid 101): exit code 7: cannot load"),
+    (AttemptFailed(attempt=1, node="other", root=EXIT_7, failures=(EXIT_7,)), WARNING,
+     "attempt 1 failed on box: rank 1 (pid 101): exit code 7: cannot load"),
+    (NodeJoined(name="a", member="a_1", address="10.0.0.1", nproc=1, role="default"), INFO,
+     "node a joined with 1 worker (10.0.0.1)"),
+    (NodeJoined(name="a", member="", address="b", nproc=1, role="r", differs=("x is 1",)),
+     WARNING, "node a joined with 1 worker (b); x is 1"),
+    (NodeLeft(name="a", member="a_1", why="it is done"), INFO, "node a left: it is done"),
+    (NodeLost(name="a", member="a_1", why="silent for 5 s"), WARNING,
+     "node a is lost: silent for 5 s"),
+    (NodeRefused(name="e", member="e_1", why="another role"), WARNING,
+     "node e was refused: another role"),
+    (RoundForming(round=3, joined=3, minimum=4, maximum=4, present=("a", "b", "d"), missing=("c",),
+     refused=("e: wrong role",), time_left=12.3), WARNING,
+     "workers stopped, waiting for nodes: 3 nodes present (a, b, d), minimum 4, maximum 4, "
+     "missing c, fails in 12 s; refused e: wrong role"),
+    (RoundForming(round=0, joined=20, minimum=16, maximum=32, present=("a", "b"), time_left=600),
+     WARNING,
+     "waiting for nodes: 20 nodes present (a, b, ...), minimum 16, maximum 32, starts in 600 s"),
+    (RoundForming(round=0, joined=0, minimum=1, maximum=2), WARNING,
+     "waiting for nodes: 0 nodes present, minimum 1, maximum 2"),
+    (RoundFormed(round=1, group_rank=0, group_world_size=2, world_size=8, master_addr="10.0.0.1",
+     master_port=7), INFO, "round 1: group rank 0 of 2, 8 workers in all, master at 10.0.0.1:7"),
+    (RoundFormed(round=1, group_rank=-1, group_world_size=1, world_size=1, master_addr="10.0.0.1",
+     master_port=7), INFO, "round 1: 1 node, 1 worker in all, master at 10.0.0.1:7"),
+    (MembershipChanged(attempt=2, why="c was lost", round=3, nodes=1), WARNING,
+     "membership changed, attempt 2 has 1 node: c was lost"),
+    (MembershipPending(round=3, why="d joined", time_left=29.6), WARNING,
+     "the membership is about to change in 30 s, unless others join: d joined"),
+    (MembershipPending(round=3, why="no node is about to join any more", time_left=None), INFO,
+     "the membership stays as it is: no node is about to join any more"),
+    (RoundWaiting(phase="stopping", what="b: not stopped its workers", waited=9, time_left=61),
+     WARNING, "stopping: b: not stopped its workers (waited 9 s, 61 s left)"),
+    (NodeStandby(round=1, maximum=4), WARNING, "on standby: the job has its maximum of 4 nodes"),
+    (StandbyPromoted(round=2, group_rank=3), INFO, "promoted from standby to group rank 3"),
+    (CoordinatorChanged(name="b", term=2), INFO, "node b is the coordinator (term 2)"),
+    (WorkerStoreRefused(peer="a:1", why="sent a request that is refused: the store is full"),
+     WARNING,
+     "the store of the workers closed the connection of a:1: it sent a request that is "
+     "refused: the store is full"),
+    (RendezvousStoreAwaited(why="a:1: connection refused", time_left=55.2), WARNING,
+     "waiting for the rendezvous store, 55 s left: a:1: connection refused"),
+    (RendezvousStoreLost(endpoint="a:1", why="connection reset"), WARNING,
+     "rendezvous store at a:1 lost: connection reset"),
+    (RendezvousStoreRecovered(endpoint="b:1", is_host=True), WARNING,
+     "rendezvous store recovered at b:1, served by this node"),
+    (RendezvousStoreRecovered(endpoint="b:1", is_host=False), WARNING,
+     "rendezvous store recovered at b:1"),
+    (EventsMissed(count=3), WARNING, "3 events missed"),
+    (EventsMissed(count=0), WARNING, "some events missed"),
+    (EventsMissed(count=0, why="too late"), WARNING, "some events missed: too late"),
+    (JobFinished(state=JobState.FAILED, why="rule", exit_code=1, duration=2.5, restarts=0), INFO,
+     "job failed after 2.5 s: rule"),
 ]
+# fmt: on
 
 
 @pytest.mark.parametrize(("event", "level", "text"), EVENTS, ids=lambda value: type(value).__name__)
