@@ -206,7 +206,6 @@ class StatusTracker:
         self._goodput = Goodput()
         self._has_run = False
         """Whether all workers of an attempt have run."""
-        self._ended_at: float | None = None
 
     def __call__(self, event: Event) -> None:
         """Take in the next event."""
@@ -214,49 +213,20 @@ class StatusTracker:
         event._change(self)
 
     @property
-    def is_alive(self) -> bool:
-        """Whether the job goes on, or has succeeded."""
-        return self.phase not in ("failed", "stopped")
-
-    @property
     def is_ready(self) -> bool:
         """Whether all workers of the present attempt have been started, and none is stopped."""
         return self.phase == "running"
 
-    @property
-    def round(self) -> int:
-        """Number of the latest round; 0 without a rendezvous, -1 before the first one."""
-        return self.job.round
-
-    @property
-    def membership_changes(self) -> int:
-        """Rounds that a change of the membership caused."""
-        return self.job.membership_changes
-
     def goodput(self, now: float) -> Goodput:
         """Return how the time was spent, up to `now`, in Unix seconds."""
-        is_complete = self.phase == "stopping" or self._ended_at is not None
+        is_complete = self.phase == "stopping" or self.phase in _FINAL
         return self._goodput if is_complete else self._counted(now)
 
     def elapsed(self, now: float) -> float:
         """Return the seconds since the start of the job, up to its end or to `now`."""
         began = self.job.started_at
-        end = now if self._ended_at is None else self._ended_at
+        end = self._since if self.phase in _FINAL else now
         return 0.0 if began is None else max(0.0, end - began)
-
-    def workers_by_state(self) -> dict[str, int]:
-        """Return the number of this node's workers in each state."""
-        counts = dict.fromkeys(WORKER_STATES, 0)
-        for worker in self.workers.values():
-            counts[worker.state] += 1
-        return counts
-
-    def identity(self) -> dict[str, str]:
-        """Return what tells this job and node from others; empty before the start."""
-        if self.job.started_at is None:
-            return {}
-        names = ("run_id", "node", "role", "entrypoint")
-        return {name: getattr(self.job, name) for name in names}
 
     def status(self, now: float) -> JobStatus:
         """Return everything, at `now` in Unix seconds."""
@@ -292,8 +262,6 @@ class StatusTracker:
             self._goodput = self._counted(time)
         self._counted_until = self._since = time
         self.phase = phase
-        if phase in _FINAL:
-            self._ended_at = time
 
     def add_worker(self, attempt: int, worker: WorkerStatus) -> None:
         """Add a worker that has been started."""
