@@ -52,14 +52,8 @@ _LIMITS: Final = ((4_000, 256), (1_000, 32), (200, 8), (40, 1))
 _BATCH: Final = 64
 """Events that are set, or deleted, in one round trip."""
 
-_GAP_PATIENCE: Final = 2.0
-"""Seconds after which the writer of a missing event counts as killed."""
-
 _LOST_EARLY: Final = 1.0
 """Seconds after the beginning in which the loss of a store is a failure of the search."""
-
-_RETRY: Final = Backoff(initial=0.05, cap=1.0)
-"""Before another attempt of a search."""
 
 
 class EventStreamWriter:
@@ -220,6 +214,13 @@ class JobEvents:
     Cancellation: of a wait for the next event loses no event.
     """
 
+    gap_patience: float = 2.0
+    """Seconds after which the writer of a missing event counts as killed."""
+    turn: float = 2.0
+    """Seconds for which one of several endpoints is tried before the next."""
+    retry: Backoff = Backoff(initial=0.05, cap=1.0)
+    """Before another attempt of a search."""
+
     def __init__(self, spec: RendezvousSpec, run_id: str, after: int, timeout: float) -> None:
         """See `follow_job`."""
         self._spec = spec
@@ -325,7 +326,7 @@ class JobEvents:
         attempts, self._attempts = self._attempts, 0
         if left <= 0:
             raise no_store(self._spec, self._timeout, str(error)) from None
-        await asyncio.sleep(min(left, _RETRY.delay(attempts, random.random)))
+        await asyncio.sleep(min(left, self.retry.delay(attempts, random.random)))
         self._attempts = attempts + 1
 
     def _now(self) -> float:
@@ -335,7 +336,7 @@ class JobEvents:
         """Connect to a store and take the events that it has."""
         self._store = self._watch = None
         await self._connection.aclose()
-        root = await open_job_store(self._spec, self._run_id, timeout)
+        root = await open_job_store(self._spec, self._run_id, timeout, self.turn)
         self._connection.push_async_callback(root.aclose)
         enter = self._connection.enter_async_context
         beginning = await enter(root.watch(f"{run_prefix(self._run_id)}/run"))
@@ -384,7 +385,7 @@ class JobEvents:
         if self._store is None or not self._order.has_gap:
             self._gap = None
         elif self._gap is None or self._gap[0] != self._order.next:
-            self._gap = (self._order.next, asyncio.get_running_loop().time() + _GAP_PATIENCE)
+            self._gap = (self._order.next, asyncio.get_running_loop().time() + self.gap_patience)
         return None if self._gap is None else self._gap[1]
 
 

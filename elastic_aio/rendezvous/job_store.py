@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Final
 
 from elastic_aio.errors import StoreLost, StoreRefused, StoreTimeout
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.store import Store, connect
 from elastic_aio.store.engine import EngineStore
 from elastic_aio.store.link import client_context
-
-_TURN: Final = 2.0
-"""Seconds for which one of several endpoints is tried before the next."""
 
 
 def check_reader(spec: RendezvousSpec) -> None:
@@ -23,10 +19,13 @@ def check_reader(spec: RendezvousSpec) -> None:
         _engine(spec, "")
 
 
-async def open_job_store(spec: RendezvousSpec, run_id: str, timeout: float) -> Store:
+async def open_job_store(
+    spec: RendezvousSpec, run_id: str, timeout: float, turn: float = 2.0
+) -> Store:
     """Open the store of a run: that on the engine, or at the first endpoint with one.
 
-    The caller closes it.  It does not reconnect: another endpoint may have a store then.
+    The caller closes it.  It does not reconnect: another endpoint may have a store then.  One of
+    several endpoints is tried for `turn` seconds before the next.
 
     Cancellation: leaves nothing open.
 
@@ -35,7 +34,7 @@ async def open_job_store(spec: RendezvousSpec, run_id: str, timeout: float) -> S
         StoreRefused: all stores that answer refuse this client.
     """
     if not spec.is_on_engine:
-        return await _connect_first(spec, timeout)
+        return await _connect_first(spec, timeout, turn)
     engine = _engine(spec, run_id)
     try:
         await engine.open(timeout)
@@ -54,7 +53,7 @@ def _engine(spec: RendezvousSpec, run_id: str) -> EngineStore:
     return open_engine(spec, run_id, is_reader=True)
 
 
-async def _connect_first(spec: RendezvousSpec, timeout: float) -> Store:
+async def _connect_first(spec: RendezvousSpec, timeout: float, turn: float) -> Store:
     loop = asyncio.get_running_loop()
     end = loop.time() + timeout
     reasons: dict[str, str] = {}
@@ -62,8 +61,8 @@ async def _connect_first(spec: RendezvousSpec, timeout: float) -> Store:
         refusal: StoreRefused | None = None
         for endpoint in spec.endpoints:
             left = max(0.0, end - loop.time())
-            turn = left if len(spec.endpoints) == 1 else min(left, _TURN)
-            store = connect(endpoint, timeout=turn, reconnect_for=0, token=spec.token, tls=spec.tls)
+            wait = left if len(spec.endpoints) == 1 else min(left, turn)
+            store = connect(endpoint, timeout=wait, reconnect_for=0, token=spec.token, tls=spec.tls)
             try:
                 return await store.__aenter__()
             except StoreRefused as error:

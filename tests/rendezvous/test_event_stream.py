@@ -18,7 +18,7 @@ from elastic_aio.errors import SpecError, StoreClosed, StoreLost, StoreRefused, 
 from elastic_aio.event_json import event_from_json, event_to_json
 from elastic_aio.events import AttemptFailed
 from elastic_aio.outcome import ExitStatus, Failure, JobOutcome, WorkerError
-from elastic_aio.rendezvous import event_stream, job_store
+from elastic_aio.rendezvous import event_stream
 from elastic_aio.rendezvous.event_stream import KEPT, EventStreamWriter, JobEvents, count_events
 from elastic_aio.spec.restart import Backoff
 from elastic_aio.store import MemoryStore, Store, StoreServer, connect
@@ -171,18 +171,17 @@ async def test_a_gap_is_waited_for() -> None:
             assert shown([await first, *await taken(events, 2)]) == [0, 1, 2]
 
 
-@pytest.fixture
-def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_stream, "_GAP_PATIENCE", 0.05)
-    monkeypatch.setattr(job_store, "_TURN", 0.2)
+def hasty(events: JobEvents) -> JobEvents:
+    events.gap_patience, events.turn = 0.05, 0.2
+    events.retry = Backoff(initial=0.1, jitter=False)
+    return events
 
 
-@pytest.mark.usefixtures("_hasty")
 async def test_a_gap_is_given_up() -> None:
     """A later event with a missing number is dropped."""
     async with serving() as (server, store):
         stream = EventStreamWriter(store)
-        async with follow_job(server.endpoint, "r") as events:
+        async with hasty(follow_job(server.endpoint, "r")) as events:
             await store.add("events#", 3)
             await stream.write(started(3))
             assert shown(await taken(events, 2)) == ["missed 3", 3]
@@ -191,7 +190,6 @@ async def test_a_gap_is_given_up() -> None:
             assert shown(await all_of(events)) == [4, "JobFinished"]
 
 
-@pytest.mark.usefixtures("_hasty")
 @pytest.mark.parametrize("when", ["before", "during"])
 async def test_invalid_events_do_not_end_the_iteration(when: str) -> None:
     rubbish = {
@@ -210,7 +208,7 @@ async def test_invalid_events_do_not_end_the_iteration(when: str) -> None:
         await store.add("events#", 3)
         if when == "before":
             await store.multi_set(rubbish)
-        async with follow_job(server.endpoint, "r") as events:
+        async with hasty(follow_job(server.endpoint, "r")) as events:
             await store.multi_set(rubbish)
             assert shown(await taken(events, 4)) == [0, "missed 1", "missed 1", "missed 1"]
             await stream.write(started(4))
@@ -227,7 +225,6 @@ async def test_the_next_endpoint_is_tried() -> None:
                 assert shown(await all_of(events)) == [0, "JobFinished"]
 
 
-@pytest.mark.usefixtures("_hasty")
 async def test_a_lost_store_is_followed_by_another_stream() -> None:
     """The reader gets one `EventsMissed`."""
     async with (
@@ -238,7 +235,7 @@ async def test_a_lost_store_is_followed_by_another_stream() -> None:
     ):
         await EventStreamWriter(store).write(started(0, 1))
         both = f"{proxy.endpoint},{second.endpoint}"
-        async with follow_job(both, "r", timeout=20) as events:
+        async with hasty(follow_job(both, "r", timeout=20)) as events:
             assert shown(await taken(events, 2)) == [0, 1]
             proxy.is_refusing = True
             proxy.cut()
@@ -269,12 +266,11 @@ async def test_a_recorded_end_is_the_last_event() -> None:
     assert end.duration == pytest.approx(7.5)
 
 
-@pytest.mark.usefixtures("_hasty")
 async def test_a_broken_connection_loses_no_event() -> None:
     async with serving() as (server, store):
         stream = EventStreamWriter(store)
         await stream.write(started(0))
-        async with follow_job(server.endpoint, "r", timeout=20) as events:
+        async with hasty(follow_job(server.endpoint, "r", timeout=20)) as events:
             assert shown(await taken(events, 1)) == [0]
             store_of_events: Any = events._store
             store_of_events._store._link.fail("broken by the test")
@@ -313,12 +309,11 @@ async def test_no_store_answers() -> None:
         await follow_job(f"{one},{two}", "r", timeout=0.3).__aenter__()
 
 
-@pytest.mark.usefixtures("_hasty")
 async def test_a_store_that_does_not_return() -> None:
     async with contextlib.AsyncExitStack() as stack:
         server, store = await stack.enter_async_context(serving())
         await EventStreamWriter(store).write(started(0))
-        async with follow_job(server.endpoint, "r", timeout=0.3) as events:
+        async with hasty(follow_job(server.endpoint, "r", timeout=0.3)) as events:
             assert shown(await taken(events, 1)) == [0]
             await stack.aclose()
             with dead(server.port), pytest.raises(StoreTimeout, match="no store at"):
@@ -334,22 +329,17 @@ async def test_a_store_that_is_lost_again_and_again(monkeypatch: pytest.MonkeyPa
         raise StoreLost("the peer closed the connection")
 
     monkeypatch.setattr(event_stream, "read_run", lose)
-    monkeypatch.setattr(event_stream, "_RETRY", Backoff(initial=0.1, jitter=False))
     async with StoreServer("127.0.0.1") as server:
         with pytest.raises(
             StoreTimeout, match=rf"^no store at {server.endpoint} within 0.5 s: the peer closed"
         ):
             async with asyncio.timeout(20):
-                await follow_job(server.endpoint, "r", timeout=0.5).__aenter__()
+                await hasty(follow_job(server.endpoint, "r", timeout=0.5)).__aenter__()
     assert 2 <= next(attempts) <= 5  # after 0, 0.1, 0.3, 0.5 s
 
 
-@pytest.mark.usefixtures("_hasty")
-async def test_a_store_that_is_lost_whenever_it_is_followed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_store_that_is_lost_whenever_it_is_followed() -> None:
     """It counts as one that is not found, and there are pauses between the attempts."""
-    monkeypatch.setattr(event_stream, "_RETRY", Backoff(initial=0.1, jitter=False))
     async with StoreServer("127.0.0.1") as server, ChaosProxy(server.port) as proxy:
 
         async def cut() -> None:
@@ -357,7 +347,7 @@ async def test_a_store_that_is_lost_whenever_it_is_followed(
                 proxy.cut()
                 await asyncio.sleep(0.02)
 
-        async with follow_job(proxy.endpoint, "r", timeout=0.5) as events:
+        async with hasty(follow_job(proxy.endpoint, "r", timeout=0.5)) as events:
             cutting = asyncio.ensure_future(cut())
             with pytest.raises(StoreTimeout, match="no store at"):
                 await taken(events, 1)
