@@ -26,6 +26,7 @@ LAZY = [
     "elastic_aio.engines.etcd",
     "elastic_aio.engines.redis",
     "elastic_aio.http",
+    "elastic_aio.multiprocessing",
     "elastic_aio.plugins",
     "elastic_aio.store",
     "elastic_aio.testing",
