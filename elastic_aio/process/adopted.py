@@ -196,10 +196,7 @@ class Orphans:
         """Return the start times, by pid, of live orphans that belong to this job.
 
         While several jobs run in this process that is unknown: they stay until the last
-        job stops.
-
-        Args:
-            since: ticks at which the job began.
+        job stops.  The job began at `since` ticks.
 
         Raises:
             OSError: no descriptor is left.

@@ -121,11 +121,9 @@ def make_payload(
     is_daemon: bool = False,
     with_index: bool = False,
 ) -> Payload:
-    """Pickle a call.
+    """Pickle a call of a function.
 
     Args:
-        function: the function that workers call.
-        args: its arguments.
         is_quiet: print no traceback, which the result has anyway; drop values.
         may_interrupt: take a KeyboardInterrupt for a success.
         is_daemon: mark the workers as daemons for multiprocessing.

@@ -42,6 +42,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from elastic_aio.aio import create_task, set_result_if_pending
@@ -63,11 +64,7 @@ from elastic_aio.process.rusage import peek_usage, usage_of
 
 
 class PidfdWatch:
-    """Calls back once when the process of a pidfd ends; owns the descriptor.
-
-    The process need not be a child.  The callback runs on the loop in which the watch was
-    created.
-    """
+    """Calls back once, on this loop, when the process of a pidfd ends; it need not be a child."""
 
     def __init__(self, descriptor: int, on_end: Callable[[], None]) -> None:
         """Watch `descriptor`, which this object closes, and call `on_end`."""
@@ -194,15 +191,19 @@ class ReapedChild(PidfdChild):
     def __init__(self, pid: int, *, on_reaped: Callable[[int], object] = bool) -> None:
         """Watch a child that has just been started.
 
-        Args:
-            pid: the child.
-            on_reaped: called with the return code (minus the signal's number if a
-                signal ended it).
+        `on_reaped` gets the return code, minus the signal's number if a signal ended it.
 
         Raises:
-            OSError: no descriptor is left for the pidfd.
+            OSError: no descriptor is left for the pidfd; the child is killed and reaped.
         """
-        super().__init__(pid, open_child_pidfd(pid))
+        try:
+            descriptor = open_child_pidfd(pid)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)  # it was killed: this returns at once
+            on_reaped(-signal.SIGKILL)
+            raise
+        super().__init__(pid, descriptor)
         self._on_reaped = on_reaped
         if self._pidfd < 0:
             self._end(255, ExitStatus(), None)
@@ -252,15 +253,9 @@ def _blocks_signals() -> bool:
 
 
 def _options(spec: ChildSpec) -> dict[str, Any]:
-    return {
-        "env": dict(spec.env),
-        "cwd": spec.cwd,
-        "stdin": spec.stdin,
-        "stdout": spec.stdout,
-        "stderr": spec.stderr,
-        "pass_fds": spec.pass_fds,
-        "start_new_session": True,
-    }
+    names = ("cwd", "stdin", "stdout", "stderr", "pass_fds")
+    options = {name: getattr(spec, name) for name in names}
+    return {**options, "env": dict(spec.env), "start_new_session": True}
 
 
 @contextmanager
@@ -387,37 +382,18 @@ async def spawn_with_popen(spec: ChildSpec) -> Child:
     Raises:
         SpawnError: the child could not be started.
     """
-    if _blocks_signals():
-        return _spawn_unblocked(spec)
     try:
         with _bound_to(spec.cpus):
+            if _blocks_signals():
+                return ReapedChild(_posix_spawn(spec))
             process = subprocess.Popen(spec.argv, **_options(spec))  # noqa: ASYNC220  # vfork: blocks 1 ms, see above
+            return ReapedChild(process.pid, on_reaped=partial(setattr, process, "returncode"))
     except OSError as error:
-        raise spawn_error(error, spec) from error
-    try:
-        return ReapedChild(process.pid, on_reaped=lambda code: setattr(process, "returncode", code))
-    except OSError as error:  # no descriptor left for the pidfd
-        process.kill()
-        process.wait()  # it was killed: this returns at once
-        raise spawn_error(error, spec) from error
-
-
-def _spawn_unblocked(spec: ChildSpec) -> Child:
-    """Start a child with no signal blocked, which is watched by pidfd and reaped here."""
-    try:
-        with _bound_to(spec.cpus):
-            pid = _posix_spawn(spec)
-    except OSError as error:
-        raise spawn_error(error, spec) from error
-    try:
-        return ReapedChild(pid)
-    except OSError as error:  # no descriptor left for the pidfd
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)  # it was killed: this returns at once
         raise spawn_error(error, spec) from error
 
 
 def _posix_spawn(spec: ChildSpec) -> int:
+    """Start a child with no signal blocked; return its pid."""
     path, argv = program_path(spec), spec.argv
     if spec.cwd is not None:
         check_directory(spec)

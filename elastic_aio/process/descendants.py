@@ -49,18 +49,17 @@ _PAUSE_S = 0.002
 
 
 class WorkerSession:
-    """A worker's session: its number is the worker's pid.
+    """A worker's session: its number is the worker's pid, and `opened` when that has started.
 
-    The kernel does not use the number again while the leader is not reaped, nor while
-    any member lives.  A process with this session id is therefore certainly a member if
-    it started before the leader was reaped (`closed`, in ticks; None until then).  A
-    later process is a member only if such a process still exists.
+    The kernel does not use the number again while the leader is not reaped, nor while any member
+    lives.  A process with this session id is therefore certainly a member if it started before
+    the leader was reaped (`closed`; None until then; both in ticks).  A later process is a member
+    only if such a process still exists.
     """
 
     __slots__ = ("closed", "number", "opened")
 
     def __init__(self, number: int, opened: int, closed: int | None = None) -> None:
-        """`opened`: the ticks at which the leader started."""
         self.number = number
         self.opened = opened
         self.closed = closed

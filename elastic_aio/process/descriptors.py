@@ -32,9 +32,8 @@ _SPARE = 64
 class DescriptorLimit:
     """This process's soft limit, raised while a job needs it.
 
-    There is one limit for all jobs of a process, hence one instance: `limit`.  The needs
-    of the jobs are added up.  While the limit is raised, the workers of every job get the
-    original one.
+    All jobs of a process have one, `limit`, which adds up what they need.  While it is raised, the
+    workers of every job get the original one.
     """
 
     original: int | None = None
@@ -45,12 +44,7 @@ class DescriptorLimit:
     def reserve(self, workers: int, each: int = _PER_WORKER) -> int:
         """Raise the limit for a job, if need be; `release` must follow.
 
-        Args:
-            workers: how many workers the job has.
-            each: how many descriptors one of them takes.
-
-        Returns:
-            How many descriptors are reserved.
+        Each of the workers takes `each` descriptors.  Returns how many are reserved.
 
         Raises:
             HostError: the hard limit is too low.  A supervisor without descriptors
@@ -67,7 +61,10 @@ class DescriptorLimit:
                 f"too few descriptors: {jobs} about {needed} and the limit is {hard}"
                 " (raise it with ulimit -n)"
             )
-        if soft != resource.RLIM_INFINITY and soft < (required := _with_spare(needed, hard)):
+        required = needed + _SPARE
+        if hard != resource.RLIM_INFINITY:
+            required = min(required, hard)
+        if soft != resource.RLIM_INFINITY and soft < required:
             resource.setrlimit(resource.RLIMIT_NOFILE, (required, hard))
             if self.original is None:
                 self.original = soft
@@ -100,11 +97,6 @@ def _count_open(soft: int) -> int:
         return len(proc.own_descriptors())
     except OSError:
         return soft
-
-
-def _with_spare(needed: int, hard: int) -> int:
-    required = needed + _SPARE
-    return required if hard == resource.RLIM_INFINITY else min(required, hard)
 
 
 def with_descriptor_limit(spec: ChildSpec, soft: int) -> ChildSpec:

@@ -79,12 +79,7 @@ class _WaitingChild(ReapedChild):
     """A forked child, which waits until it is released."""
 
     def __init__(self, pid: int, gate: int) -> None:
-        try:
-            super().__init__(pid)
-        except OSError:  # no descriptor left for the pidfd
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)  # it was killed: this returns at once
-            raise
+        super().__init__(pid)
         self._gate = gate
         self.exited.add_done_callback(lambda _: self._close_gate())
 

@@ -64,10 +64,9 @@ class Guardian:
         """Configure; nothing is started yet.
 
         Args:
-            job: what is guarded; the caller closes it.
+            job: the caller closes it.
             plan: its first signal is what the guardian sends first.
-            on_restarted: called with the pid of a guardian that took the place of one
-                that had ended.
+            on_restarted: called with the pid of a guardian that took the place of another.
             on_lost: called with the reason when a guardian has ended and another one does
                 not start; further attempts follow, up to a minute apart.
             python: an interpreter, in case this program is not run by one.
@@ -133,11 +132,9 @@ class Guardian:
     async def end_job(self) -> bool:
         """Let the guardian stop what this process cannot: it has descriptors of its own.
 
-        Another guardian takes its place.  Ends after the grace period and the
-        `reap_timeout` of the stop plan.  Idempotent; safe to call again after cancellation.
-
-        Returns:
-            Whether the guardian has found no process any more.
+        Another guardian takes its place.  Ends after the grace period and the `reap_timeout` of
+        the stop plan; returns whether the guardian has found no process any more.  Idempotent;
+        safe to call again after cancellation.
         """
         if self._process is None or self._process.child.exited.done():
             return False  # another one is being started
@@ -231,12 +228,9 @@ class _Process:
         self._spawned = spawned
         process = spawned.process
         try:
-            self.child: Child = ReapedChild(
-                process.pid, on_reaped=lambda code: setattr(process, "returncode", code)
-            )
+            on_reaped = partial(setattr, process, "returncode")
+            self.child: Child = ReapedChild(process.pid, on_reaped=on_reaped)
         except OSError as error:  # no descriptor left for the pidfd
-            process.kill()
-            process.wait()  # it was killed: this returns at once
             spawned.close()
             raise HostError(f"{FAILED}: {error}") from error
         self._is_closed = False
@@ -245,10 +239,10 @@ class _Process:
         self._loop.add_reader(spawned.report, self._on_report)
 
     async def wait_ready(self) -> None:
-        """Wait until the process reports that it works, for 30 seconds at most.
+        """Wait for the report; kill a process that does not report in time.
 
         Raises:
-            HostError: it has ended, or has not reported; it is killed then.
+            HostError: it has ended, or has not reported.
         """
         events = (self._reported, self.child.exited)
         try:

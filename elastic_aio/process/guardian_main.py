@@ -70,7 +70,8 @@ def main() -> int:
             continue  # reserved by the C library
     _check_kernel(sessions)
     supervisor = os.getppid()
-    program = _program_of_parent()
+    me = proc.read_process(proc.own_pid())
+    program = None if me is None else proc.program_of(me.parent)
     if _is_locked(sessions):  # else the supervisor has ended by now
         os.write(report, b"!")
         os.close(report)
@@ -100,11 +101,6 @@ def _check_kernel(sessions: int) -> None:
     signal.pidfd_send_signal(descriptor, 0)
     os.close(descriptor)
     descendants.read_session_list(sessions)
-
-
-def _program_of_parent() -> tuple[int, int, int] | None:
-    me = proc.read_process(proc.own_pid())
-    return None if me is None else proc.program_of(me.parent)
 
 
 def _wait_for_execs(hidden: list[proc.ProcEntry], program: tuple[int, int, int] | None) -> None:
@@ -181,6 +177,7 @@ class Job:
         self._supervisor = supervisor
         self._pipes = pipes
         self._cache = descendants.ScanCache()
+        self._signalled: set[tuple[int, int]] = set()
         self._foreground: set[tuple[int, int]] = set()
         self._readers: dict[tuple[int, int], float] = {}
 
@@ -190,7 +187,6 @@ class Job:
         Ends 10 seconds after the first SIGKILL at the latest; returns whether nothing is left.
         The times are taken around each scan: on a busy host one takes longer than any of them.
         """
-        signalled: set[tuple[int, int]] = set()
         quiet_since = time.monotonic()
         grace_until = killing_until = None
         while True:
@@ -205,7 +201,7 @@ class Job:
             except OSError:
                 found = None  # no descriptor for a moment: scan again
             if is_grace:
-                self._signal(found or [], number, signalled, is_ordered)
+                self._signal(found or [], number, is_ordered)
             else:
                 for process in found or ():
                     proc.signal_process(process, signal.SIGKILL)
@@ -222,13 +218,7 @@ class Job:
             left = max(grace_until - scanned, 0)
             time.sleep(min(_GRACE_SCAN_S, left) if is_grace else _SCAN_S)
 
-    def _signal(
-        self,
-        processes: list[proc.ProcEntry],
-        number: int,
-        signalled: set[tuple[int, int]],
-        is_ordered: bool,
-    ) -> None:
+    def _signal(self, processes: list[proc.ProcEntry], number: int, is_ordered: bool) -> None:
         """Signal the processes whose turn it is, each once."""
         due = processes
         leaders = {process.pid for process in processes if process.pid in self._sessions}
@@ -239,14 +229,14 @@ class Job:
                 )
             now = time.monotonic()
             for process in due:
-                if process.identity not in signalled:
+                if process.identity not in self._signalled:
                     if is_ordered:
                         is_leader = process.pid in leaders
                         if not is_leader and stop_order.is_draining(process, self._readers, now):
                             continue
                         found = stop_order.foreground_of(process.pid)
                         self._foreground.update(item.identity for item in found)
-                    signalled.add(process.identity)
+                    self._signalled.add(process.identity)
                     proc.signal_process(process, number)
         except OSError:
             return  # no descriptor for a moment

@@ -28,8 +28,6 @@ FAILED = "cannot start the guardian process"
 _MAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "guardian_main.py")
 # Set in the guardian's environment, so that an application that runs itself notices.
 _VARIABLE = "ELASTIC_AIO_GUARDIAN"
-
-
 # Descriptors of one message (SCM_MAX_FD in the kernel), of which some are left free.
 _PIPES_EACH = 250
 
@@ -86,8 +84,7 @@ class GuardedJob(Struct, frozen=True):
     """What a guardian knows of its job.
 
     `marker` names the job's environment variable; `since` is when the job began, in clock
-    ticks since boot; `session_list` is the descriptor of a list of that module; `pipes` are
-    those of its workers.
+    ticks since boot; `session_list` is a descriptor (see `descendants`).
     """
 
     marker: str
@@ -147,12 +144,7 @@ class GuardianProcess:
     """A guardian that has been spawned; `close` must follow."""
 
     def __init__(self, job: GuardedJob, plan: StopPlan, python: str | None) -> None:
-        """Spawn it.
-
-        Args:
-            job: what it guards.
-            plan: its first signal is what the guardian sends first.
-            python: an interpreter, in case this program is not run by one.
+        """Spawn it; see `Guardian` for the arguments.
 
         Raises:
             HostError: there is no interpreter for it, or it cannot be spawned.
@@ -225,10 +217,6 @@ def spawned_early(plan: StopPlan, python: str | None) -> Iterator[None]:
     """Spawn the guardian of the next job of this process, and end it if no job takes it.
 
     Without success the job tries again, and reports the error.
-
-    Args:
-        plan: the stop plan of that job.
-        python: as for a `GuardianProcess`.
     """
     try:
         job = GuardedJob.create()

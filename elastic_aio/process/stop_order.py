@@ -176,10 +176,8 @@ def receivers_of(
 
     Returns none for a leader that handles the signal, and None if no process of the worker does.
 
-    Args:
-        leader: its pid.
-        is_ended: returns whether the signal would end a process; None: it has ended.
-        foreground: returns what a process waits for, if it is a shell.
+    `is_ended` returns whether the signal would end a process, None if it has ended; `foreground`
+    returns what a process waits for, if it is a shell.
     """
     if not is_ended(leader):
         return []

@@ -111,7 +111,7 @@ class ProcessTree:
         Args:
             marker: name of a variable in the environment of every worker.
             clock: measures the grace periods.
-            session_list: its descriptor; the caller closes it, after `aclose`.
+            session_list: a descriptor; the caller closes it, after `aclose`.
             since: clock ticks since boot at which the job began; None: now.
         """
         self._marker = marker.encode("ascii")
@@ -191,10 +191,7 @@ class ProcessTree:
         self._server = server
 
     async def include(self) -> None:
-        """Stop all processes from now on, also those that were excluded.
-
-        Idempotent.
-        """
+        """Stop all processes from now on, also those that were excluded.  Idempotent."""
         if self._excluded is not None and self._server is not None:
             self._leaders[self._excluded.number] = self._server
             self._excluded = self._server = None
@@ -334,18 +331,13 @@ class ProcessTree:
         self._begun = step, watches
 
     async def stop(self, plan: StopPlan, on_escalation: OnEscalation) -> list[Survivor]:
-        """Stop all processes of the job by `plan` (see the module's docstring).
+        """Stop all processes of the job by a plan; return those that could not be killed.
+
+        `on_escalation` gets the signal and the pids of what is left before every step but the
+        first.
 
         Cancellation: leaves processes running.  Idempotent; safe to call again after
         cancellation.
-
-        Args:
-            plan: the signals and their grace periods.
-            on_escalation: called with the signal and the pids of what is left before
-                every step but the first.
-
-        Returns:
-            The processes that could not be killed.
         """
         steps = (*plan.steps, StopStep(signal.SIGKILL, plan.reap_timeout))
         begun, self._begun = self._begun, None
@@ -376,9 +368,7 @@ class ProcessTree:
     async def linger(self, seconds: float, until: asyncio.Future[Any]) -> bool:
         """Wait for all processes to end, and signal none; return whether they have ended.
 
-        Args:
-            seconds: the longest time to wait.
-            until: ends the wait, as a kill does.
+        `until` ends the wait, as a kill does.
         """
         if self._must_kill.done() or until.done():
             return False
@@ -427,7 +417,7 @@ class ProcessTree:
             is_last: the step is not cut short by a kill, and lasts only as long as something
                 can be killed.
             is_ordered: leaders are signalled first.
-            watches: what `begin_stop` has signalled.
+            watches: of `begin_stop`.
             until: ends the step.
         """
         end = self._clock.now() + grace
@@ -594,7 +584,7 @@ class ProcessTree:
         self._listed.close(session, proc.ticks_now())
 
     async def aclose(self) -> None:
-        """Stop writing the session list, whose file is about to be closed, and adopting orphans.
+        """Write the session list no more, and adopt no more orphans.
 
         Idempotent; safe to call again after cancellation.
         """
@@ -604,24 +594,15 @@ class ProcessTree:
 
 
 class _Watches:
-    """The processes that one step has signalled; descendants are watched until they end.
-
-    Attributes:
-        leaders: those that were signalled; a pid suffices, it is not used until reaped.
-        has_room: whether descendants can be watched now.
-        foreground: identities of what the signalled shells wait for.
-        is_blind: whether a process runs that was signalled and is not watched.
-        is_short: whether a process was not signalled, for want of descriptors.
-        readers: when readers of pipes were first seen without writers, by identity.
-    """
+    """The processes that one step has signalled; descendants are watched until they end."""
 
     def __init__(self) -> None:
-        self.leaders: set[int] = set()
-        self.has_room = True
-        self.foreground: set[tuple[int, int]] = set()
-        self.is_blind = False
-        self.is_short = False
-        self.readers: dict[tuple[int, int], float] = {}
+        self.leaders: set[int] = set()  # signalled; a pid is not used again until reaped
+        self.has_room = True  # descendants can be watched now
+        self.foreground: set[tuple[int, int]] = set()  # what the signalled shells wait for
+        self.is_blind = False  # a process runs that was signalled and is not watched
+        self.is_short = False  # a process was not signalled, for want of descriptors
+        self.readers: dict[tuple[int, int], float] = {}  # pipes' readers, first without writers
         self._signalled: set[tuple[int, int]] = set()
         self._watched: dict[tuple[int, int], asyncio.Future[None]] = {}
         self._watches: list[PidfdWatch] = []
