@@ -291,7 +291,8 @@ class JobOutput:
         Raises:
             SpawnError: a log file cannot be made or followed.
         """
-        standard = self._standard_streams
+        standard = self._streams
+        assert standard is not None, "open() comes first"
         inherited = standard.inherited(1), standard.inherited(2)
         with ExitStack() as stack:
             try:
@@ -357,7 +358,8 @@ class JobOutput:
             self._tokens[attempt].append(token)
             return
         self._directories[attempt].add(os.path.dirname(path))
-        sink = self._sink(fields.stream)
+        assert self._console is not None, "open() comes first"
+        sink = self._console.sink(fields.stream)
         prefix = make_prefix(self._spec.logs.prefix, fields, _timestamp)
         if own_prefix is not None:
             prefix = fixed_prefix(own_prefix)
@@ -397,11 +399,6 @@ class JobOutput:
             on_lost(f"max_bytes has no effect on its log file: {why}", 0)
 
         self._trimmer.add(path, needed, on_error)
-
-    def _sink(self, stream: str) -> Sink:
-        """Return the console's sink of a stream."""
-        assert self._console is not None, "open() comes first"
-        return self._console.sink(stream)
 
     def _loss_reporter(self, fields: PrefixFields, path: str) -> Callable[[str, int | None], None]:
         """Return what reports that output of a stream is not shown, or not kept."""
@@ -458,11 +455,6 @@ class JobOutput:
                 LogDiskFull(attempt=attempt, mount_point=place, is_shown=is_shown, why=why)
             )
 
-    @property
-    def _standard_streams(self) -> StandardStreams:
-        assert self._streams is not None, "open() comes first"
-        return self._streams
-
 
 def _report_rest(relay: Relay, on_lost: Callable[[str, int | None], None]) -> None:
     """Report what a relay has not written to its file, and what was not shown either."""
@@ -505,9 +497,7 @@ class Capture:
     def open(self, inherited: tuple[int, int], shown: ConsoleStreams) -> None:
         """Choose what is captured of the streams that workers would inherit.
 
-        Args:
-            inherited: the descriptors of these.
-            shown: where tee'd output is shown; text streams get these streams too.
+        Text streams, of where tee'd output is `shown`, get these streams too.
         """
         objects = [None if isinstance(item, int) else item for item in (shown.out, shown.err)]
         self.streams = _choose(inherited, *objects)
@@ -537,7 +527,8 @@ class Capture:
             fcntl.fcntl(relay.writer, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
         if self._makes_files:
             _make_file(relay)
-        sink = None if plan.is_muted else self._sink(stream)
+        assert self._console is not None, "open() comes first"
+        sink = None if plan.is_muted else self._console.sink(stream)
         if sink is not None and sink.lost:
             if self.streams.is_joined and sink.has_descriptor:
                 relay.finish()  # its reader has gone, see `on_console_lost`
@@ -560,8 +551,7 @@ class Capture:
     def read_now(self, path: str | None) -> bytes:
         """Take what a worker has written by now, if this is the file of a captured stream.
 
-        Returns:
-            The end of what the file has not taken; b"" if it has all.
+        Returns the end of what the file has not taken; b"" if it has all.
         """
         if path is None or (relay := self._relays.get(path)) is None:
             return b""
@@ -600,10 +590,6 @@ class Capture:
         if relay.lost and on_lost is not None:
             on_lost("neither its log file nor the console took them", relay.lost)
 
-    def _sink(self, stream: str) -> Sink:
-        assert self._console is not None, "open() comes first"
-        return self._console.sink(stream)
-
 
 def _make_file(relay: Relay) -> bool:
     """Make the file for a reader; return whether it can be opened now, if ever."""
@@ -613,13 +599,7 @@ def _make_file(relay: Relay) -> bool:
 
 
 def _choose(inherited: tuple[int, int], out: object, err: object) -> CapturedStreams:
-    """Return what is captured.
-
-    Args:
-        inherited: descriptors of the streams that workers would inherit.
-        out: text stream in place of standard output; None for none.
-        err: the same of standard error.
-    """
+    """Return what is captured; `out` and `err` are text streams in place of the inherited ones."""
     if out is not None or err is not None:
         streams = Std.ALL if out is not None else Std.NONE
         if out is not None and err is None:

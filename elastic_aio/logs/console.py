@@ -126,10 +126,7 @@ class Sink:
     async def show_frame(self, text: bytes, prefix: bytes = b"", style: bytes = b"") -> None:
         """Show text that the next write erases; for terminals only.
 
-        Args:
-            text: the text; what does not fit into the line is cut.
-            prefix: precedes it.
-            style: escape sequence for the prefix.
+        The prefix, in its style, precedes the text; what does not fit into the line is cut.
         """
         try:
             columns = os.get_terminal_size(self._descriptor).columns or _DEFAULT_COLUMNS
@@ -354,12 +351,9 @@ class _Silent:
 
 
 class ConsoleStreams:
-    """The shown stdout and stderr of a job.
+    """The shown stdout and stderr of a job: `out` and `err`, each a descriptor or a text stream.
 
-    Attributes:
-        out: descriptor or text stream.
-        err: likewise.
-        callback: gets every line that is shown; None for none.
+    `callback` gets every line that is shown; None for none.
     """
 
     def __init__(self, target: ConsoleTarget | None, inherited: tuple[int, int]) -> None:

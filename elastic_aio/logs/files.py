@@ -39,16 +39,12 @@ _NEW_FILE = os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
 
 
 class OpenStreams(Struct, frozen=True):
-    """A worker's stdout and stderr, open while it is spawned.
-
-    Attributes:
-        descriptors: those for the worker.
-        relays: the streams that pass through this process, by path; the caller removes
-            those that it closes.
-    """
+    """A worker's stdout and stderr, open while it is spawned."""
 
     descriptors: tuple[int, int]
     relays: dict[str, Relay]
+    """The streams that pass through this process, by path; the caller removes those that it
+    closes."""
 
 
 class RunDirectory:
@@ -124,8 +120,7 @@ class RunDirectory:
     def note_job(self, job: str) -> None:
         """Note which job this is: the directories of its nodes are kept or removed together.
 
-        Args:
-            job: the same on all nodes, and of no other job, with the same run id for example.
+        `job` is the same on all nodes, and that of no other job with the same run id.
         """
         if self._lock >= 0 and job != self.job:
             self.job = job

@@ -236,12 +236,9 @@ def make_prefix(
 
     The variables are `${role}` (torch: `${role_name}`), `${rank}`,
     `${local_rank}`, `${attempt}`, `${host}`, `${stream}` and `${timestamp}`;
-    unknown ones stay as they are, and `$$` is a dollar sign (`string.Template`).
-
-    Args:
-        template: the template; None or "": torchrun's default.
-        fields: the values.
-        now: returns the time as text; called once per chunk, and only if it is used.
+    unknown ones stay as they are, and `$$` is a dollar sign (`string.Template`).  Without a
+    template, it is torchrun's default.  `now` returns the time as text; it is called once per
+    chunk, and only if it is used.
     """
     values = asdict(fields) | {"role_name": fields.role}
     parsed = Template(template or DEFAULT_PREFIX)

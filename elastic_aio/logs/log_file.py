@@ -52,27 +52,14 @@ class LogFile:
         self.look_again_at: float | None = None
         """Loop time at which a read may find that the file was written again."""
 
-    @classmethod
-    def open(cls, path: str) -> LogFile:
-        """Open a file.
-
-        Raises:
-            OSError: it cannot be opened.
-        """
-        return cls(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-
     def __repr__(self) -> str:
         return f"<LogFile, descriptor {self._descriptor}>"
 
     def read(self, offset: int, now: float) -> bytes | None:
         """Return bytes from `offset` on, fewer than `CHUNK` at the end of the file.
 
-        Args:
-            offset: the end of the previous read, or 0 after `restart`.
-            now: loop time; infinite if no process writes any more.
-
-        Returns:
-            The bytes; None if the file was truncated since the previous read.
+        None if the file was truncated since the previous read, whose end `offset` is (0 after
+        `restart`).  `now` is loop time; infinite if no process writes any more.
 
         Raises:
             OSError: it cannot be read.

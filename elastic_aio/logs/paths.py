@@ -34,39 +34,31 @@ class StreamTarget(Enum):
 
 
 class StreamPlan(Struct, frozen=True):
-    """One stream of a worker.
-
-    Attributes:
-        target: where it goes.
-        path: its file, if any.
-        is_shown: whether the console shows the file.
-        is_relayed: whether it passes through this process, so that a full disk does not
-            fail the worker.
-        is_muted: whether the console may not show what a full disk does not take.
-        is_captured: whether it is passed on unchanged: its file is for the failure report.
-    """
+    """One stream of a worker."""
 
     target: StreamTarget
     path: str | None = None
+    """Its file, if any."""
     is_shown: bool = False
+    """Whether the console shows the file."""
     is_relayed: bool = False
+    """Whether it passes through this process, so that a full disk does not fail the worker."""
     is_muted: bool = False
+    """Whether the console may not show what a full disk does not take."""
     is_captured: bool = False
+    """Whether it is passed on unchanged: its file is for the failure report."""
 
 
 class CapturedStreams(Struct, frozen=True):
-    """The streams without a file of their own that are captured.
-
-    Attributes:
-        streams: those that the console shows.
-        is_joined: whether both are the same file for the agent: they go to one file, so that
-            the order of what a worker writes to both of them stays.
-        has_muted: whether the standard error of workers that are not shown is captured.
-    """
+    """The streams without a file of their own that are captured."""
 
     streams: Std = Std.NONE
+    """Those that the console shows."""
     is_joined: bool = False
+    """Whether both are the same file for the agent: they go to one file, so that the order of
+    what a worker writes to both of them stays."""
     has_muted: bool = False
+    """Whether the standard error of workers that are not shown is captured."""
 
 
 NOT_CAPTURED = CapturedStreams()
@@ -89,9 +81,7 @@ class WorkerLogs(Struct, frozen=True):
 def run_prefix(run_id: str, host: str = "") -> str:
     """Return the prefix of a run's directory name; characters unfit for a path become `_`.
 
-    Args:
-        run_id: name of the run.
-        host: name of the host; its domain is left out.  Empty for none.
+    The domain of the host is left out.
     """
     safe = re.sub(r"[^\w.+:@=-]", "_", run_id)[:100].lstrip(".")
     short = host if re.fullmatch(r"[\d.]*", host) else host.partition(".")[0]
@@ -102,23 +92,18 @@ def run_prefix(run_id: str, host: str = "") -> str:
 
 
 class NodeRecord(Struct, frozen=True, kw_only=True):
-    """The node that writes into a run's directory: the content of `node.json` there.
-
-    Attributes:
-        run_id: name of the run.
-        host: name of the host.
-        pid: that of the launcher.
-        started_at: Unix seconds.
-        node_rank: the group rank that the node has asked for, if any.
-        group_rank: the one in its last round; None before the first.
-    """
+    """The node that writes into a run's directory: the content of `node.json` there."""
 
     run_id: str
     host: str
     pid: int
+    """That of the launcher."""
     started_at: float
+    """Unix seconds."""
     node_rank: int | None = None
+    """The group rank that the node has asked for, if any."""
     group_rank: int | None = None
+    """The one in its last round; None before the first."""
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self) + b"\n"

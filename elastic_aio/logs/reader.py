@@ -261,8 +261,7 @@ class _OpenLog:
     async def read(self, *, is_last: bool) -> tuple[list[LogLine], bool]:
         """Read a chunk; return its lines, and whether the end of the file is reached.
 
-        Args:
-            is_last: whether an unfinished line at the end is complete.
+        With `is_last` an unfinished line at the end is complete.
         """
         try:
             if self.descriptor < 0:

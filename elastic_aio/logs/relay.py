@@ -19,8 +19,6 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 
-from msgspec import Struct
-
 from elastic_aio.logs.log_file import CHUNK, LogFile
 
 _HELD_MAX = 1 << 20
@@ -39,13 +37,6 @@ _LAST_READS = 16
 _END_MAX = 64 * 1024
 
 
-class _Unkept(Struct):
-    """What a file has not taken."""
-
-    size: int = 0
-    end: bytes = b""
-
-
 class Relay:
     """Copies a pipe to a file; what the file does not take is held for a reader.
 
@@ -55,8 +46,7 @@ class Relay:
     def __init__(self, open_new: Callable[[], int]) -> None:
         """Make the pipe; the first byte makes the file.
 
-        Args:
-            open_new: makes the file, and returns its descriptor, which this object closes.
+        `open_new` makes it, and returns its descriptor, which this object closes.
 
         Raises:
             OSError: no descriptor is left.
@@ -72,7 +62,10 @@ class Relay:
         """Bytes in the file, once it takes no more."""
         self.lost = 0
         """Bytes that are neither in the file nor read."""
-        self._unkept = _Unkept()
+        self.unkept = 0
+        """Bytes that are not in the file."""
+        self.unkept_end = b""
+        """The last of the bytes that are not in the file."""
         self.on_data: Callable[[], object] = bool
         self.on_full: Callable[[], object] = bool
         self.has_reader = False
@@ -87,33 +80,19 @@ class Relay:
         self._timer: asyncio.TimerHandle | None = None
         self._window_end = 0.0
         self._wakes = 0
-        self._reader, self.writer = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(self._reader, False)
+        self.reader, self.writer = os.pipe2(os.O_CLOEXEC)
+        """The end of the pipe that is read here, -1 once finished; and the other end."""
+        os.set_blocking(self.reader, False)
         try:
-            self._loop.add_reader(self._reader, self._on_readable)
+            self._loop.add_reader(self.reader, self._on_readable)
         except OSError:
-            os.close(self._reader)
+            os.close(self.reader)
             os.close(self.writer)
             raise
 
     def __repr__(self) -> str:
         state = f"{self.unkept} bytes not kept" if self.error else "to its file"
-        return f"<Relay {state}{'' if self._reader >= 0 else ', finished'}>"
-
-    @property
-    def reader(self) -> int:
-        """The end of the pipe that is read here; -1 once finished."""
-        return self._reader
-
-    @property
-    def unkept(self) -> int:
-        """Bytes that are not in the file."""
-        return self._unkept.size
-
-    @property
-    def unkept_end(self) -> bytes:
-        """The last of the bytes that are not in the file."""
-        return self._unkept.end
+        return f"<Relay {state}{'' if self.reader >= 0 else ', finished'}>"
 
     @property
     def why(self) -> str:
@@ -149,17 +128,16 @@ class Relay:
         Raises:
             OSError: it cannot be made.  The next byte tries again.
         """
-        if self._reader >= 0 and self.error is None:
-            self._ensure_file()
+        if self.reader >= 0 and self.error is None and not self.is_made:
+            self._make_file()
 
-    def _ensure_file(self) -> None:
-        if not self.is_made:
-            self.file = self._open_new()
-            self.is_made = True
+    def _make_file(self) -> None:
+        self.file = self._open_new()
+        self.is_made = True
 
     def read_now(self) -> None:
         """Take what is in the pipe by now."""
-        if self._reader >= 0 and self._timer is None and self._read_rest(self._reader):
+        if self.reader >= 0 and self._timer is None and self._read_rest(self.reader):
             self.on_data()
 
     def _read_rest(self, reader: int) -> bool:
@@ -173,12 +151,12 @@ class Relay:
 
     def finish(self) -> None:
         """Take what is left in the pipe, and close it: no process writes any more.  Idempotent."""
-        if self._reader < 0:
+        if self.reader < 0:
             return
-        self._loop.remove_reader(self._reader)
+        self._loop.remove_reader(self.reader)
         if self._timer is not None:
             self._timer.cancel()
-        reader, self._reader = self._reader, -1  # no pause begins any more
+        reader, self.reader = self.reader, -1  # no pause begins any more
         self._is_dropping = False
         is_new = bool(self._unwritten)
         is_new |= self._read_rest(reader)
@@ -198,14 +176,14 @@ class Relay:
 
     def _on_readable(self) -> None:
         try:
-            data = os.read(self._reader, CHUNK)
+            data = os.read(self.reader, CHUNK)
         except BlockingIOError:
             return
         except OSError:  # read(2): no memory
             self._pause(_RETRY_S)
             return
         if not data:  # all writers have ended
-            self._stop_reading()
+            self._loop.remove_reader(self.reader)
             return
         self._take(data)
         self.on_data()
@@ -218,8 +196,8 @@ class Relay:
 
     def _pause(self, seconds: float) -> None:
         """Read no more for so many seconds, or until there is room for what is held."""
-        if self._reader >= 0:
-            self._stop_reading()
+        if self.reader >= 0:
+            self._loop.remove_reader(self.reader)
             self._timer = self._loop.call_later(seconds, self._on_timer)
 
     def _on_timer(self) -> None:
@@ -230,13 +208,10 @@ class Relay:
             self.on_data()
 
     def _resume(self) -> None:
-        if self._timer is not None and self._reader >= 0:
+        if self._timer is not None and self.reader >= 0:
             self._timer.cancel()
             self._timer = None
-            self._loop.add_reader(self._reader, self._on_readable)
-
-    def _stop_reading(self) -> None:
-        self._loop.remove_reader(self._reader)
+            self._loop.add_reader(self.reader, self._on_readable)
 
     # ------------------------------------------------------ the file, or memory
 
@@ -251,8 +226,8 @@ class Relay:
         left = memoryview(self._unwritten)
         error = None
         try:
-            if left:
-                self._ensure_file()
+            if left and not self.is_made:
+                self._make_file()
             while left:
                 left = left[os.write(self.file, left) :]
         except OSError as failure:
@@ -260,7 +235,7 @@ class Relay:
         self._unwritten = bytes(left)
         if error is None:
             return
-        if error.errno in _TRANSIENT and self._reader >= 0:
+        if error.errno in _TRANSIENT and self.reader >= 0:
             self._pause(_RETRY_S)
             return
         self.error = error
@@ -271,8 +246,8 @@ class Relay:
         self._hold(data)
 
     def _hold(self, data: bytes) -> None:
-        self._unkept.size += len(data)
-        self._unkept.end = (self._unkept.end + data)[-_END_MAX:]
+        self.unkept += len(data)
+        self.unkept_end = (self.unkept_end + data)[-_END_MAX:]
         if not self.has_reader or self._is_dropping:
             self.lost += len(data)
             self._is_cut = True

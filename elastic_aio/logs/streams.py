@@ -141,9 +141,7 @@ class LoggedStreams:
 def check_ranks(ranks: Collection[int], known: Collection[int]) -> None:
     """Check the global ranks of which streams are to be read.
 
-    Args:
-        ranks: these.
-        known: those of the workers of this node; none if no worker has been started yet.
+    `known` are those of the workers of this node; none if no worker has been started yet.
 
     Raises:
         SpecError: one of them is that of no worker of this node.

@@ -92,7 +92,7 @@ class Tee:
             OSError: the file cannot be opened.
         """
         token = next(self._tokens)
-        self._show(token, LogTailer(LogFile.open(path), view))
+        self._show(token, LogTailer(LogFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC)), view))
         if self._watcher is None:
             from elastic_aio.logs.inotify import InotifyWatcher  # most jobs have relays only
 
@@ -160,9 +160,8 @@ class Tee:
         """Wait until all complete files are shown; return the sinks that block, with bytes.
 
         The wait ends after `timeout` seconds in which no sink takes anything and no file is
-        read; after 30 seconds if long lines are only read, to find their ends.  The bytes are
-        those in the files that a sink has not taken.  Of files that cannot be read, or not to
-        the end of a line, their `on_lost` is called.
+        read; after 30 seconds if long lines are only read, to find their ends.  The `on_lost` of
+        files that cannot be read, or not to the end of a line, is called.
         """
         done = when_all_done(tailer.finished for tailer in self._ending())
         is_read: set[LogTailer] = set()

@@ -64,11 +64,8 @@ class LogTrimmer:
     ) -> None:
         """Watch a file.
 
-        Args:
-            path: the file.
-            needed: returns the position from which on the tee has not shown it; None if no
-                tee does.
-            on_error: called with the reason if the file system cannot free a range.
+        `needed` returns the position from which on the tee has not shown it, None if no tee does;
+        `on_error` gets the reason if the file system cannot free a range.
         """
         token = len(self._files)
         self._files[token] = _TrimmedFile(path, needed, on_error)

@@ -25,7 +25,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def log(path: Path) -> Iterator[LogFile]:
     """The file, opened."""
-    log = LogFile.open(str(path))
+    log = LogFile(os.open(str(path), os.O_RDONLY))
     yield log
     log.close()
 

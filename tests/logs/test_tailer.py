@@ -32,7 +32,7 @@ class Bench:
         self.sink = Sink("stdout", os.dup(self._writer), self._write)
         self.lost: list[tuple[str, int | None]] = []
         view = StreamView(self.sink, lambda: b"P:", lambda *loss: self.lost.append(loss))
-        self.tailer = LogTailer(LogFile.open(str(path)), view)
+        self.tailer = LogTailer(LogFile(os.open(str(path), os.O_RDONLY)), view)
 
     def _write(self, data: bytes | memoryview) -> int:
         if self.is_blocked:
@@ -196,7 +196,7 @@ async def main(path):
     out = os.open("shown", os.O_WRONLY | os.O_CREAT)
     sink = Sink("stdout", out, lambda data: os.write(out, data))
     view = StreamView(sink, lambda: b"P:", lambda *loss: None)
-    tailer = LogTailer(LogFile.open(path), view)
+    tailer = LogTailer(LogFile(os.open(path, os.O_RDONLY)), view)
     while await tailer.copy():
         pass
     tailer.close()
