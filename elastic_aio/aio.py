@@ -117,7 +117,6 @@ async def run_shielded(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
     Cancellation: raised after the coroutine has ended; in a fork at once.
 
     Raises:
-        asyncio.CancelledError: the caller was cancelled; the coroutine has ended.
         Exception: raised by the coroutine.
     """
     process = os.getpid()
@@ -148,9 +147,6 @@ async def wait_shielded(future: asyncio.Future[Any]) -> None:
     scope can exist only if anyio has been imported, hence the check of `sys.modules`.
 
     Cancellation: raised after `future` is done; in a fork at once.
-
-    Raises:
-        asyncio.CancelledError: the caller was cancelled; `future` is done.
     """
     process = os.getpid()
     cancelled: asyncio.CancelledError | None = None
@@ -177,14 +173,11 @@ def _anyio_shield() -> contextlib.AbstractContextManager[object]:
 async def run_in_thread(function: Callable[[*Ts], T], *args: *Ts, daemon: bool = False) -> T:
     """Run a blocking function in a new thread; without one to be had, run it here.
 
-    The loop's default executor is not used: its threads would outlive the job.
+    The loop's default executor is not used: its threads would outlive the job.  The program
+    does not wait for a `daemon` thread when it exits: for calls that may block for long, such as
+    a resolver that does not answer.
 
     Cancellation: leaves the thread running; its result is dropped.
-
-    Args:
-        function: called with `args`; its result is returned, its exception raised.
-        daemon: do not wait for the thread when the program exits.  For calls that may
-            block for long, such as a resolver that does not answer.
     """
     executor = _ThreadPerCall(daemon=daemon)
     result = await asyncio.wrap_future(executor.submit(function, *args))
@@ -193,13 +186,9 @@ async def run_in_thread(function: Callable[[*Ts], T], *args: *Ts, daemon: bool =
 
 
 async def read_file(path: str, offset: int = 0, size: int = -1) -> bytes:
-    """Read a part of a file off the loop: a disk may be slow, or not answer at all.
+    """Read `size` bytes of a file off the loop: a disk may be slow, or not answer at all.
 
     Cancellation: leaves a thread that a disk blocks running; it ends with the program.
-
-    Args:
-        offset: where to begin, in bytes.
-        size: how many bytes to read; -1 (the default) reads to the end.
 
     Raises:
         OSError: the file cannot be read.
@@ -223,11 +212,8 @@ def read_cached(descriptor: int, offset: int, size: int) -> bytes | None:
     """Read a part of an open file, if the page cache has its beginning; does not block.
 
     A thread costs more than the copy of some hundred kilobytes, and on a busy host it may
-    begin to run much later.
-
-    Returns:
-        `size` bytes or fewer, none only at the end of the file; None if the disk has to be
-        asked, or if the file system cannot say.
+    begin to run much later.  Returns `size` bytes or fewer, none only at the end of the file;
+    None if the disk has to be asked, or if the file system cannot say.
 
     Raises:
         OSError: the file cannot be read.
@@ -404,34 +390,31 @@ class EventHistory(Generic[T]):
         self._on_gap = on_gap
         self.count = 0
         """How many items were ever added, which is the position of the next one."""
-        self._is_closed = False
-        self._changed = Notifier()
+        self.is_closed = False
+        """Whether the stream has ended."""
+        self.changed = Notifier()
+        """Notified of each item, and of the end."""
 
     def __repr__(self) -> str:
-        state = "closed" if self._is_closed else "open"
+        state = "closed" if self.is_closed else "open"
         return f"<EventHistory {state} after {self.count} items, {len(self._items)} kept>"
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the stream has ended."""
-        return self._is_closed
 
     def append(self, item: T) -> None:
         """Add an item and wake the readers."""
         self._items.append(item)
         self.count += 1
-        self._changed.notify_all()
+        self.changed.notify_all()
 
     def close(self) -> None:
         """End the stream: readers stop after the last item."""
-        self._is_closed = True
-        self._changed.notify_all()
+        self.is_closed = True
+        self.changed.notify_all()
 
     def read(self, start: int = 0) -> EventReader[T]:
         """Return a reader that starts at position `start`."""
         return EventReader(self, start)
 
-    def _at(self, position: int) -> tuple[T, int] | None:
+    def at(self, position: int) -> tuple[T, int] | None:
         """Return the item at `position` and the next position; None if not there yet."""
         oldest = self.count - len(self._items)
         if position < oldest:
@@ -461,12 +444,12 @@ class EventReader(Generic[T]):
     async def __anext__(self) -> T:
         history = self._history
         while not self._is_closed:
-            if entry := history._at(self._position):
+            if entry := history.at(self._position):
                 item, self._position = entry
                 return item
-            if history._is_closed:
+            if history.is_closed:
                 break
-            await history._changed.wait()
+            await history.changed.wait()
         raise StopAsyncIteration
 
     async def aclose(self) -> None:

@@ -691,7 +691,7 @@ async def test_cancelled_waits_leave_no_waiter() -> None:
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.wait([waiting])
-    assert not stream._changed._waiters
+    assert not stream.changed._waiters
 
 
 def test_the_repr_has_the_state() -> None:

@@ -299,9 +299,8 @@ def _is_sound(form: bytes) -> bool:
 def main(arguments: list[str], numbers: Mapping[int, int] | None = None) -> int:
     """Read the call, prepare the interpreter, perform the call; return the exit code.
 
-    Args:
-        arguments: descriptors of the call and of the result, and the index.
-        numbers: descriptors here by their numbers in the parent, where these differ.
+    The arguments are descriptors of the call and of the result, and the index; `numbers` are
+    descriptors here by their numbers in the parent, where these differ.
     """
     global _numbers
     _numbers = numbers or {}
@@ -332,8 +331,7 @@ def perform(
         is_quiet: print no traceback of an Exception, and drop the value.
         may_interrupt: a KeyboardInterrupt of the function is a success, as in torch.
 
-    Returns:
-        The worker's exit code; -SIGINT if this signal shall be its exit status.
+    Returns the worker's exit code; -SIGINT if this signal shall be its exit status.
     """
     global _performer
     _performer = os.getpid()

@@ -50,10 +50,8 @@ def is_temporary(name: str) -> bool:
 def write_error_file(error: WorkerError, *, keeps_reason: bool = False) -> None:
     """Write the error file that `error` names, atomically.
 
-    Args:
-        error: what it shall hold.
-        keeps_reason: leave a file that says already why this process ends: its own, a recent
-            one that does not name its process, and that of a program whose failure is `error`.
+    With `keeps_reason`, leave a file that says already why this process ends: its own, a recent
+    one that does not name its process, and that of a program whose failure is `error`.
 
     Raises:
         OSError: the file cannot be written.
@@ -70,10 +68,7 @@ def _write(path: str, content: bytes) -> None:
 def replace_file(path: str, content: bytes, *, suffix: str = ".new") -> None:
     """Write a file in one step: readers find the former content or the new one.
 
-    Args:
-        path: of the file.
-        content: what it shall hold.
-        suffix: of the unfinished file, which no other writer may have at the same time.
+    No other writer may have an unfinished file of the same `suffix` at the same time.
 
     Raises:
         OSError: the file cannot be written; no unfinished one is left.
@@ -95,12 +90,8 @@ def parse_error_file(content: bytes, path: str, written_at: float) -> WorkerErro
     No content is an error here: a worker may be killed while it writes, and any process
     may write there.
 
-    Args:
-        content: the bytes of the file.
-        path: the file, for the report.
-        written_at: its modification time in Unix seconds.  torch's timestamp has whole
-            seconds, so the modification time is used if the two agree: it orders
-            failures within a second.
+    `written_at` is its modification time in Unix seconds.  torch's timestamp has whole seconds,
+    so the modification time is used if the two agree: it orders failures within a second.
     """
     try:
         document = json.loads(content)
@@ -181,14 +172,9 @@ def with_exit_code(content: bytes, exit_code: int) -> bytes:
 def pass_on_error_file(root: Failure, path: str) -> str | None:
     """Write the error file of a failed worker as that of its launcher, for the launcher's parent.
 
-    All that the worker's file holds is kept, and the exit code is added.
-
-    Args:
-        root: the failure, whose `error` has a path, maybe on another host.
-        path: the launcher's own error file.
-
-    Returns:
-        A warning if the file existed, with what it held; else None.
+    All that the worker's file holds is kept, and the exit code is added.  `root.error` has a
+    path, maybe on another host; `path` is the launcher's own error file.  Returns a warning if
+    that existed, with what it held; else None.
 
     Raises:
         OSError: the file cannot be written.

@@ -32,7 +32,7 @@ def run_forked(
         streams: descriptors that become 0, 1 and 2; the parent's numbers stay open.
         cwd: the working directory; None: the parent's.
         env: the environment.
-        call: the worker's work; returns its exit code.
+        call: returns the exit code.
     """
     code = 1
     try:

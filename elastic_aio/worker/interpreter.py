@@ -97,8 +97,7 @@ def _stacks_file() -> int:
 def report_error(error: BaseException) -> int:
     """Report what ended a program, as the interpreter does.
 
-    Returns:
-        The exit code; -SIGINT if this signal shall be the exit status.
+    Returns the exit code; -SIGINT if this signal shall be the exit status.
     """
     if isinstance(error, SystemExit):
         return exit_code_of(error)
@@ -176,10 +175,11 @@ def without_own_frames(trace: TracebackType | None) -> TracebackType | None:
 def finalize(code: int) -> NoReturn:
     """End this process like an interpreter: wait for threads, run exit hooks, write out files.
 
-    Args:
-        code: the exit code; -SIGINT to end by this signal.
+    The exit code -SIGINT ends it by this signal.
     """
     try:
+        import gc
+
         if threading := sys.modules.get("threading"):
             _try(threading._shutdown)  # as the interpreter does
         _run_exit_hooks()
@@ -188,7 +188,7 @@ def finalize(code: int) -> NoReturn:
             code = limit.code = _FLUSH_FAILED
         is_forked = os.getpid() != _PID  # with objects and buffers that are the parent's too
         if not is_forked:
-            limit.run(_unfreeze)
+            limit.run(gc.unfreeze)  # what the program has frozen may be files
         files = _open_files()
         _write_out_files([file for file in files if all(map(_is_standard, _layers(file)))], limit)
         if not is_forked:
@@ -198,7 +198,7 @@ def finalize(code: int) -> NoReturn:
         _write_out_files(files, limit)
         limit.run(_release_main)
         del files
-        limit.run(_collect_garbage)
+        limit.run(gc.collect)
         _write_out_files(_open_files(), limit)  # for what `__del__` methods have written
         if not is_forked:
             limit.run(_flush_c_streams)
@@ -277,12 +277,6 @@ def _flush(file: Any) -> None:
         raise
 
 
-def _unfreeze() -> None:
-    import gc
-
-    gc.unfreeze()  # what the program has frozen may be files
-
-
 def _release_main() -> None:
     """Drop the main module and what only it refers to: files, temporary ones, `__del__`."""
     import gc
@@ -294,12 +288,6 @@ def _release_main() -> None:
     if any(item is main for item in gc.get_objects()):
         del main, sys.modules["__main__"]
         sys.modules.pop("__mp_main__", None)
-    gc.collect()
-
-
-def _collect_garbage() -> None:
-    import gc
-
     gc.collect()
 
 

@@ -26,10 +26,8 @@ def record(function: Function) -> Function:
     Compatible with torch's `record`.  An Exception is written to the file that
     `TORCHELASTIC_ERROR_FILE` names, and raised again; of a `JobFailed`, where the function is
     itself a launcher, the error file of the root cause is passed on.  `SystemExit(0)` becomes
-    a normal return; other exits and KeyboardInterrupt are not recorded.
-
-    Args:
-        function: the function, `def` or `async def`.
+    a normal return; other exits and KeyboardInterrupt are not recorded.  The function may be
+    `async def`.
     """
     if inspect.iscoroutinefunction(function):
 

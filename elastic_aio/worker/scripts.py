@@ -28,8 +28,7 @@ def run_script(path: str, *args: str) -> None:
 def run_as_interpreter(arguments: list[str]) -> int:
     """Run a script or a module like the interpreter; return the exit code.
 
-    Args:
-        arguments: a script's path, or `-m` and a module's name; then its arguments.
+    The arguments are a script's path, or `-m` and a module's name; then its arguments.
     """
     interpreter.offer_stacks()
     try:
