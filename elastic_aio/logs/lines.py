@@ -12,6 +12,7 @@ returned as a `LongLine`, a range of the file from which it is copied.
 from __future__ import annotations
 
 from collections.abc import Callable
+from io import BytesIO
 from string import Template
 
 from msgspec import Struct
@@ -166,15 +167,13 @@ class LineSplitter:
 
 
 class RawSplitter:
-    """Passes the bytes of one file on at once; a `LineSplitter` for text that stays as it is.
-
-    What is followed by more ends with a line, so that other output comes between two lines.
-    """
+    """Splits the bytes of one file, in order; a `LineSplitter` for text that stays as it is."""
 
     def __init__(self, offset: int = 0) -> None:
         """Begin at an offset of the file."""
         self.offset = offset
-        self._held = b""
+        self.held = b""
+        """The bytes before the offset that were not returned yet."""
 
     def __repr__(self) -> str:
         return f"<RawSplitter at {self.offset}>"
@@ -182,20 +181,34 @@ class RawSplitter:
     @property
     def needed(self) -> int:
         """Offset of the first byte that later pieces may refer to."""
-        return self.offset - len(self._held)
+        return self.offset - len(self.held)
 
     def feed(self, data: bytes) -> list[Piece]:
-        """Take the next bytes of the file; return those to be passed on now."""
+        """Take the next bytes of the file; return those to be passed on now.
+
+        What is followed by more ends with a line, so that other output comes between two lines.
+        """
         self.offset += len(data)
         is_last = len(data) < HELD_MAX
-        data, self._held = self._held + data, b""
+        data, self.held = self.held + data, b""
         if not is_last and (end := data.rfind(b"\n") + 1):
-            data, self._held = data[:end], data[end:]
+            data, self.held = data[:end], data[end:]
         return [Lines(data)]
+
+    def lines(self, data: bytes) -> list[bytes]:
+        """Take the next bytes of the file; return whole lines, and pieces of one that is long."""
+        self.offset += len(data)
+        lines = BytesIO(self.held + data if self.held else data).readlines()
+        rest = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
+        while len(rest) > HELD_MAX:
+            lines.append(rest[:HELD_MAX])
+            rest = rest[HELD_MAX:]
+        self.held = rest
+        return lines
 
     def finish(self) -> list[Piece]:
         """End the file."""
-        data, self._held = self._held, b""
+        data, self.held = self.held, b""
         return [Lines(data)] if data else []
 
 

@@ -14,19 +14,17 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from io import BytesIO
 from itertools import count
 from types import TracebackType
 
 from elastic_aio.aio import create_task, read_cached, run_in_thread
 from elastic_aio.logs.inotify import InotifyWatcher
-from elastic_aio.logs.lines import LogLine
+from elastic_aio.logs.lines import LogLine, RawSplitter
 from elastic_aio.logs.log_file import open_log
 from elastic_aio.logs.streams import LoggedStream, LoggedStreams
 
-# Bytes of one read, and of the longest line.
+# Bytes of one read.
 _CHUNK = 128 * 1024
-_LINE_MAX = 64 * 1024
 
 
 class LogReader:
@@ -235,8 +233,7 @@ class _OpenLog:
         self.is_closed = False
         self.token = -1
         self.descriptor = -1
-        self._offset = stream.begin
-        self._held = b""  # of an unfinished line
+        self._splitter = RawSplitter(stream.begin)
         self._missed: int | None = 0
         if not stream.is_complete:
             # Now: it may be removed when the job ends, which is soon maybe.
@@ -245,7 +242,7 @@ class _OpenLog:
                 self.descriptor = open_log(stream.path)
 
     def __repr__(self) -> str:
-        return f"<_OpenLog {self.stream.path} at {self._offset}>"
+        return f"<_OpenLog {self.stream.path} at {self._splitter.offset}>"
 
     def read_cached(self, *, is_last: bool) -> tuple[list[LogLine], bool] | None:
         """Do as `read` if the page cache has the next bytes; return None if it has not."""
@@ -253,7 +250,7 @@ class _OpenLog:
             return None
         try:
             size = self._find_data()
-            data = read_cached(self.descriptor, self._offset, size)
+            data = read_cached(self.descriptor, self._splitter.offset, size)
             return None if data is None else self._lines_of(data, is_last=is_last)
         except OSError:
             return self._gone(), True
@@ -269,23 +266,23 @@ class _OpenLog:
                     return [], True  # for a full disk, for example; it is tried again
                 self.descriptor = await run_in_thread(open_log, self.stream.path, daemon=True)
             size = self._find_data()
-            data = await run_in_thread(os.pread, self.descriptor, size, self._offset, daemon=True)
+            offset = self._splitter.offset
+            data = await run_in_thread(os.pread, self.descriptor, size, offset, daemon=True)
             return self._lines_of(data, is_last=is_last)
         except OSError:
             return self._gone(), True
 
     def _lines_of(self, data: bytes, *, is_last: bool) -> tuple[list[LogLine], bool]:
-        start = self._offset
+        start = self._splitter.offset
         if data[:1] == b"\0" and os.lseek(self.descriptor, start, os.SEEK_DATA) > start:
             return [], False  # the first bytes were removed meanwhile
-        self._offset += len(data)
         status = os.fstat(self.descriptor)
         seen_at = status.st_mtime
         lines = self._split(data, start, seen_at)
-        is_at_end = not data or self._offset >= status.st_size
-        if is_at_end and is_last and (self._held or self._missed != 0):
-            lines.append(self._line(self._held, seen_at))
-            self._held = b""
+        is_at_end = not data or self._splitter.offset >= status.st_size
+        if is_at_end and is_last and (self._splitter.held or self._missed != 0):
+            lines.append(self._line(self._splitter.held, seen_at))
+            self._splitter.finish()
         return lines, is_at_end
 
     def _gone(self) -> list[LogLine]:
@@ -297,40 +294,35 @@ class _OpenLog:
     def _find_data(self) -> int:
         """Go on where there is data if the next bytes were removed; return how much to read."""
         size = os.fstat(self.descriptor).st_size
-        if size < self._offset:  # it was truncated
-            self._missed, self._held = None, b""
-            self._offset = 0
-        if self._offset < size:
-            found = os.lseek(self.descriptor, self._offset, os.SEEK_DATA)
-            if found > self._offset:
-                lost = found - self._offset + len(self._held)
+        if size < self._splitter.offset:  # it was truncated
+            self._missed = None
+            self._splitter = RawSplitter()
+        if (offset := self._splitter.offset) < size:
+            found = os.lseek(self.descriptor, offset, os.SEEK_DATA)
+            if found > offset:
+                lost = found - self._splitter.needed
                 self._missed = None if self._missed is None else self._missed + lost
-                self._held = b""
-                self._offset = found
-        return min(size - self._offset, _CHUNK)
+                self._splitter = RawSplitter(found)
+        return min(size - self._splitter.offset, _CHUNK)
 
     def _split(self, data: bytes, start: int, seen_at: float) -> list[LogLine]:
         """Return the lines of the next bytes; what is after the last one is held."""
         lines: list[LogLine] = []
         begin = 0
-        if self._missed and start and not self._held and data:
+        splitter = self._splitter
+        if self._missed and start and not splitter.held and data:
             # The rest of a line whose beginning is gone.
             begin = data.find(b"\n") + 1
             self._missed += begin
+            splitter.offset += begin
         for end, time in self.stream.times.spans(start + begin, start + len(data), seen_at):
-            part = data[begin : end - start]
+            whole = splitter.lines(data[begin : end - start])
             begin = end - start
-            whole = BytesIO(self._held + part if self._held else part).readlines()
-            rest = whole.pop() if whole and not whole[-1].endswith(b"\n") else b""
             if whole and self._missed != 0:
                 lines.append(self._line(whole.pop(0), time))
             own = self.stream
             # The fastest way to make some hundred thousand of them in a second.
             lines += map(partial(LogLine, own.rank, own.stream, own.attempt, time), whole)
-            while len(rest) > _LINE_MAX:
-                lines.append(self._line(rest[:_LINE_MAX], time))
-                rest = rest[_LINE_MAX:]
-            self._held = rest
         return lines
 
     def _line(self, raw: bytes, time: float) -> LogLine:

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,21 @@ def server_of(
         streams=(devnull, devnull, devnull),
         on_started=started,
     )
+
+
+@asynccontextmanager
+async def serving(
+    devnull: int,
+    preload: tuple[str, ...] = (),
+    started: Callable[[Child], None] = lambda server: None,
+) -> AsyncIterator[StartMethod]:
+    """Yield the start method "forkserver", whose server is closed afterwards, within a time."""
+    server = server_of(devnull, preload, started)
+    method = StartMethod("forkserver", server, devnull)
+    with method.opened:
+        async with asyncio.timeout(GUARD):
+            yield method
+            await server.aclose()
 
 
 async def end_of(child: Child) -> ChildExit:
@@ -283,12 +298,9 @@ async def test_a_lost_server_is_replaced(devnull: int) -> None:
 
 async def test_a_server_without_its_modules(devnull: int) -> None:
     """Each spawn raises an error that names the module."""
-    server = server_of(devnull, ("no_such_module",))
-    method = StartMethod("forkserver", server, devnull)
-    with method.opened:
+    async with serving(devnull, ("no_such_module",)) as method:
         with pytest.raises(SpawnError, match=r"^cannot preload 'no_such_module': ModuleNotFound"):
             await method.start(functions.give)
-        await server.aclose()
 
 
 # Leaves the server two descriptors: fewer than a request has, and more than none.
@@ -308,19 +320,15 @@ async def test_a_server_without_descriptors(
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "greedy.py").write_text(GREEDY)
     started: list[Child] = []
-    server = server_of(devnull, ("greedy",), started.append)
-    method = StartMethod("forkserver", server, devnull)
-    with method.opened:
-        async with asyncio.timeout(GUARD):
-            with pytest.raises(SpawnError, match="too many open files") as caught:
-                await method.start(functions.leave_hard, 5)
+    async with serving(devnull, ("greedy",), started.append) as method:
+        with pytest.raises(SpawnError, match="too many open files") as caught:
+            await method.start(functions.leave_hard, 5)
         assert not caught.value.permanent
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.prlimit(started[0].pid, resource.RLIMIT_NOFILE, limits)
         other = await method.start(functions.leave_hard, 5)
         assert (await end_of(other)).status == ExitStatus(code=5)
         assert len(started) == 1
-        await server.aclose()
 
 
 MUTE = """
@@ -345,21 +353,17 @@ async def test_a_server_that_cannot_answer(
     """Its error is one of the start, or its end that of the status, at once."""
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "mute.py").write_text(MUTE.format(kind=kind))
-    server = server_of(devnull, ("mute",))
-    method = StartMethod("forkserver", server, devnull)
-    with method.opened:
-        async with asyncio.timeout(GUARD):
-            if kind == "exited":
-                child = await method.start(functions.leave_hard, 5)
-                assert (await end_of(child)).status == ExitStatus()
-            else:
-                with pytest.raises(SpawnError) as caught:
-                    await method.start(functions.sleep)
-                problem = "the fork server has ended: exit code 1"
-                if kind == "started":
-                    problem = "cannot run .*: too many references: cannot splice"
-                assert re.fullmatch(problem, str(caught.value))
-        await server.aclose()
+    async with serving(devnull, ("mute",)) as method:
+        if kind == "exited":
+            child = await method.start(functions.leave_hard, 5)
+            assert (await end_of(child)).status == ExitStatus()
+        else:
+            with pytest.raises(SpawnError) as caught:
+                await method.start(functions.sleep)
+            problem = "the fork server has ended: exit code 1"
+            if kind == "started":
+                problem = "cannot run .*: too many references: cannot splice"
+            assert re.fullmatch(problem, str(caught.value))
 
 
 async def test_a_module_that_fails_without_a_text(
@@ -367,15 +371,9 @@ async def test_a_module_that_fails_without_a_text(
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "odd.py").write_text("from tests.support import functions\nfunctions.raise_odd()")
-    server = server_of(devnull, ("odd",))
-    method = StartMethod("forkserver", server, devnull)
-    with method.opened:
-        async with asyncio.timeout(GUARD):
-            with pytest.raises(
-                SpawnError, match=r"cannot preload 'odd': OddError: <str\(\) failed>$"
-            ):
-                await method.start(functions.give)
-        await server.aclose()
+    async with serving(devnull, ("odd",)) as method:
+        with pytest.raises(SpawnError, match=r"cannot preload 'odd': OddError: <str\(\) failed>$"):
+            await method.start(functions.give)
 
 
 @pytest.mark.parametrize("size", [100_000, 1_000_000])
@@ -385,13 +383,9 @@ async def test_a_module_that_fails_with_a_long_text(
     """A message of the server is at most as long as the client reads."""
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "verbose.py").write_text(f"raise ValueError('x' * {size})")
-    server = server_of(devnull, ("verbose",))
-    method = StartMethod("forkserver", server, devnull)
-    with method.opened:
-        async with asyncio.timeout(GUARD):
-            with pytest.raises(SpawnError, match=r"^cannot preload 'verbose': ValueError"):
-                await method.start(functions.give)
-        await server.aclose()
+    async with serving(devnull, ("verbose",)) as method:
+        with pytest.raises(SpawnError, match=r"^cannot preload 'verbose': ValueError"):
+            await method.start(functions.give)
 
 
 async def test_a_worker_whose_pidfd_does_not_arrive(

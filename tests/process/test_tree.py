@@ -20,7 +20,7 @@ import pytest
 from elastic_aio.aio import PausableClock
 from elastic_aio.outcome import ExitStatus
 from elastic_aio.process import descendants, proc, tree
-from elastic_aio.process.base import Child, ChildSpec
+from elastic_aio.process.base import Child, ChildExit, ChildSpec
 from elastic_aio.process.children import command_spawner
 from elastic_aio.process.descendants import STARTING, read_session_list
 from elastic_aio.process.guardian_process import GuardedJob
@@ -63,6 +63,12 @@ class Bench:
             )
         )
         self.tree.add(child)
+        return child
+
+    async def add_ignoring(self) -> Child:
+        """Start a worker that ignores SIGTERM, and wait until it does."""
+        child = await self.add("bash", "-c", IGNORE_TERM)
+        self.line()
         return child
 
     def line(self) -> str:
@@ -117,6 +123,11 @@ async def bench() -> AsyncIterator[Bench]:
     await bench.aclose()
 
 
+async def end_of(child: Child) -> ChildExit:
+    async with asyncio.timeout(GUARD):
+        return await asyncio.shield(child.exited)
+
+
 def status(child: Child) -> ExitStatus:
     return child.exited.result().status
 
@@ -139,8 +150,7 @@ async def test_workers_end_by_the_first_signal(bench: Bench) -> None:
 async def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(bench: Bench) -> None:
     """The escalation names only the processes that are left."""
     obeying = await bench.add("sleep", "99")
-    ignoring = await bench.add("bash", "-c", IGNORE_TERM)
-    bench.line()
+    ignoring = await bench.add_ignoring()
     began = bench.clock.now()
     assert await bench.stop(SHORT) == []
     assert bench.clock.now() - began >= 0.2
@@ -282,8 +292,7 @@ async def test_the_listed_start_of_a_child_is_that_of_the_kernel(bench: Bench) -
 
 
 async def test_a_plan_that_has_one_step_twice_sends_its_signal_twice(bench: Bench) -> None:
-    ignoring = await bench.add("bash", "-c", IGNORE_TERM)
-    bench.line()
+    ignoring = await bench.add_ignoring()
     step = StopStep(15, 0.05)
     plan = StopPlan((step, step))
     bench.tree.begin_stop(plan)
@@ -298,8 +307,7 @@ async def test_a_plan_that_has_one_step_twice_sends_its_signal_twice(bench: Benc
 
 async def test_an_empty_plan_kills_at_once(bench: Bench) -> None:
     """SIGKILL as the only step is no escalation."""
-    ignoring = await bench.add("bash", "-c", IGNORE_TERM)
-    bench.line()
+    ignoring = await bench.add_ignoring()
     assert await bench.stop(StopPlan(())) == []
     assert status(ignoring) == ExitStatus(signal=9)
     assert bench.escalations == []
@@ -328,8 +336,7 @@ async def test_a_daemon_is_stopped_too(bench: Bench) -> None:
     """Forked twice, in a session of its own, its leader reaped."""
     leader = await bench.add(sys.executable, "-I", "-S", "-c", DAEMON)
     daemon = int(bench.line())
-    async with asyncio.timeout(GUARD):
-        assert (await asyncio.shield(leader.exited)).status.is_success
+    assert (await end_of(leader)).status.is_success
     assert not await bench.tree.forget_if_empty()
     assert alive(daemon)
     assert await bench.stop(LONG) == []
@@ -382,8 +389,7 @@ async def test_a_stopped_descendant_acts_on_the_signal(bench: Bench) -> None:
 
 async def test_escalate_to_kill_shortens_a_stop(bench: Bench) -> None:
     """As a second Ctrl-C does, during a grace of 1000 s; no other step comes in between."""
-    ignoring = await bench.add("bash", "-c", IGNORE_TERM)
-    bench.line()
+    ignoring = await bench.add_ignoring()
     task = asyncio.create_task(bench.stop(StopPlan((*LONG.steps, StopStep(2, 1000.0)))))
     while not bench.tree.stop_signals(ignoring.pid):  # no event reports it
         await asyncio.sleep(0)
@@ -404,8 +410,7 @@ async def test_escalate_to_kill_between_two_steps(bench: Bench) -> None:
 
 
 async def test_escalate_to_kill_shortens_later_stops(bench: Bench) -> None:
-    ignoring = await bench.add("bash", "-c", IGNORE_TERM)
-    bench.line()
+    ignoring = await bench.add_ignoring()
     bench.tree.escalate_to_kill("a reason")
     assert await bench.stop(LONG) == []
     assert status(ignoring) == ExitStatus(signal=9)
@@ -462,8 +467,7 @@ async def test_one_clean_scan_does_not_prove_that_nothing_is_left(
 ) -> None:
     leader = await bench.add("bash", "-c", "setsid bash -c 'echo $$; exec sleep 99' & read x <&0")
     child = int(bench.line())
-    async with asyncio.timeout(GUARD):
-        await asyncio.shield(leader.exited)
+    await end_of(leader)
     monkeypatch.setattr(tree, "find_descendants", Missing(child, leader.exited.done))
     assert not await bench.tree.forget_if_empty()
     assert await bench.stop(LONG) == []
@@ -494,8 +498,7 @@ async def test_nothing_else_is_signalled(bench: Bench) -> None:
         for own_session in (True, False)
     ]
     try:
-        await bench.add("bash", "-c", IGNORE_TERM)
-        bench.line()
+        await bench.add_ignoring()
         assert await bench.stop(SHORT) == []
         assert [neighbour.poll() for neighbour in neighbours] == [None, None]
     finally:
@@ -507,8 +510,7 @@ async def test_nothing_else_is_signalled(bench: Bench) -> None:
 async def test_a_worker_that_ended_by_itself_was_not_signalled(bench: Bench) -> None:
     """Victims are the workers that ran when the stop began."""
     own = await bench.add("sh", "-c", "exit 3")
-    async with asyncio.timeout(GUARD):
-        await asyncio.shield(own.exited)
+    await end_of(own)
     victim = await bench.add("bash", "-c", "trap '' TERM; echo; sleep 99 & wait; wait")
     bench.line()
     task = asyncio.create_task(bench.stop(StopPlan((StopStep(15, 1000.0),))))
@@ -537,8 +539,7 @@ async def test_signals_for_leaders_reach_leaders_only(bench: Bench) -> None:
     leader = await bench.add("bash", "-c", script)
     gone = await bench.add("true")
     assert [bench.line(), bench.line()] == ["up", "up"]
-    async with asyncio.timeout(GUARD):
-        await asyncio.shield(gone.exited)
+    await end_of(gone)
     assert bench.tree.signal_leaders(signal.SIGUSR1) == (leader.pid,)
     assert bench.line() == "leader"
     await bench.stop(StopPlan(()))
@@ -581,8 +582,7 @@ async def test_the_session_list_follows_the_tree(bench: Bench) -> None:
 
 @pytest.mark.slow
 async def test_a_suspension_does_not_count_as_grace(bench: Bench) -> None:
-    ignoring = await bench.add("bash", "-c", IGNORE_TERM)
-    bench.line()
+    ignoring = await bench.add_ignoring()
     loop = asyncio.get_running_loop()
     began = loop.time()
     loop.call_later(0.1, bench.clock.skip, 0.3)
@@ -643,8 +643,7 @@ async def test_a_stop_without_scans_ends_in_time(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The leaders are killed; that more may be left is reported."""
-    leader = await bench.add("bash", "-c", IGNORE_TERM)
-    bench.line()
+    leader = await bench.add_ignoring()
 
     def fail(*args: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -826,8 +825,7 @@ async def test_helpers_do_not_wait_for_the_leaders_of_others(bench: Bench, gate:
     lines = [await bench.next_line() for _ in range(4)]
     assert sorted(lines) == ["helper SIGTERM after", "leader SIGTERM", "leader SIGTERM", "served"]
     await until(lambda: not alive(quick_helper))
-    async with asyncio.timeout(GUARD):
-        await asyncio.shield(quick.exited)
+    await end_of(quick)
     assert (slow.exited.done(), alive(slow_helper)) == (False, True)
     with gate.open("w"):
         pass
@@ -841,8 +839,7 @@ async def test_a_daemon_of_unknown_origin_waits_for_all_leaders(bench: Bench, ga
     task = asyncio.create_task(bench.stop(LONG))
     lines = [await bench.next_line() for _ in range(3)]
     assert sorted(lines) == ["leader SIGTERM", "leader SIGTERM", "served"]
-    async with asyncio.timeout(GUARD):
-        await asyncio.shield(quick.exited)
+    await end_of(quick)
     with gate.open("w"):
         pass
     assert await task == []
@@ -878,10 +875,8 @@ async def test_a_leader_that_has_ended_holds_no_helper(bench: Bench) -> None:
     """Before the stop: what it left gets the signal at once, while another leader runs."""
     ended = await bench.add("bash", "-c", "set -m; sleep 99 & echo $!")
     left = int(bench.line())
-    async with asyncio.timeout(GUARD):
-        await asyncio.shield(ended.exited)
-    ignoring = await bench.add("bash", "-c", IGNORE_TERM)
-    bench.line()
+    await end_of(ended)
+    ignoring = await bench.add_ignoring()
     task = asyncio.create_task(bench.stop(LONG))
     await until(lambda: not alive(left))
     assert not ignoring.exited.done()

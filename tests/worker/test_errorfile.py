@@ -53,8 +53,10 @@ def raised(error: BaseException) -> BaseException:
         return caught
 
 
-def read(path: Path) -> WorkerError | None:
-    return parse_error_file(path.read_bytes(), str(path), path.stat().st_mtime)
+def read(path: Path) -> WorkerError:
+    error = parse_error_file(path.read_bytes(), str(path), path.stat().st_mtime)
+    assert error is not None
+    return error
 
 
 def test_the_format_is_torchs(tmp_path: Path) -> None:
@@ -77,7 +79,6 @@ def test_an_error_that_cannot_be_formatted_is_recorded(error_file: Path) -> None
     with pytest.raises(functions.BadNotesError):
         record(functions.raise_bad_notes)()
     written = read(error_file)
-    assert written is not None
     assert written.message == "BadNotesError: text"
     assert written.traceback is not None
     assert "in raise_bad_notes\n" in written.traceback
@@ -93,7 +94,6 @@ def test_an_error_file_survives_a_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     write_error_file(worker_error(raised(KeyError("x")), str(path)))
     error = read(path)
-    assert error is not None
     assert error.message == "KeyError: 'x'"
     assert error.traceback is not None
     assert "KeyError: 'x'" in error.traceback
@@ -124,7 +124,6 @@ def test_what_the_end_of_a_script_overwrites(
     own = worker_error(error, str(path))
     write_error_file(own, keeps_reason=True)
     written = read(path)
-    assert written is not None
     assert written.message == ("older" if is_kept else own.message)
 
 
@@ -368,7 +367,6 @@ def test_an_exception_is_recorded_and_raised(call_raising: Raising, error_file: 
         call_raising(error)
     assert caught.value is error
     recorded = read(error_file)
-    assert recorded is not None
     assert recorded.message == "ValueError: x"
     assert os.listdir(error_file.parent) == ["error.json"]
 
@@ -459,9 +457,7 @@ def test_a_worker_process_fails_with_file_traceback_and_code(tmp_path: Path) -> 
     )
     assert done.returncode == 1
     assert done.stderr.rstrip().endswith("ZeroDivisionError: division by zero")
-    error = read(path)
-    assert error is not None
-    assert error.message == "ZeroDivisionError: division by zero"
+    assert read(path).message == "ZeroDivisionError: division by zero"
 
 
 def test_a_crash_shows_a_stack(tmp_path: Path) -> None:
@@ -484,9 +480,7 @@ def test_a_worker_without_stderr_still_records(tmp_path: Path) -> None:
         "@record\ndef main(): raise ValueError('x')\nmain()\n"
     )
     assert child(body, path).returncode == 1
-    error = read(path)
-    assert error is not None
-    assert error.message == "ValueError: x"
+    assert read(path).message == "ValueError: x"
 
 
 def test_a_time_far_from_the_files_is_kept(tmp_path: Path) -> None:
