@@ -1,13 +1,13 @@
 """Asyncio primitives of this package: shielded work, threads, notification, streams, a clock.
 
-The public functions can be called from asyncio and from anyio code, so cancellation
-arrives in two ways: once per native `Task.cancel()`, or at every await inside a
-cancelled anyio scope.  anyio is used here, and only here, to be correct under both: a
-shielded `CancelScope` keeps the second kind away from a teardown that must complete.
+The public functions can be called from asyncio and from anyio code, so cancellation arrives in
+two ways: once per native `Task.cancel()`, or at every await inside a cancelled anyio scope.
+anyio is used here, and only here, to be correct under both: a shielded `CancelScope` keeps the
+second kind away from a teardown that must complete.
 
-Files on disks are read through aiofiles (`read_file`), all other blocking calls are
-made by `run_in_thread`.  Both packages are imported when first needed: a start-up needs
-neither, and anyio's asyncio backend alone takes 20 ms to import.
+Files on disks are read through aiofiles (`read_file`), all other blocking calls are made by
+`run_in_thread`.  Both packages are imported when first needed: anyio's asyncio backend alone takes
+20 ms to import.
 """
 
 from __future__ import annotations

@@ -1,20 +1,18 @@
 """ReceivedSignals: signals as an async iterator, which restores the previous handlers.
 
-Signal handlers belong to a process, not to a library, so they are installed only inside
-this context manager, which the command line, `launch(signals=...)` and `sync` enter.
+Signal handlers belong to a process, not to a library, so they are installed only inside this
+context manager, which the command line, `launch(signals=...)` and `sync` enter.
 
-* A signal that is ignored on entry stays ignored: `nohup` and a shell's background jobs
-  ignore signals on purpose.
-* Nothing is raised at an arbitrary bytecode: the handler puts the number into a queue.
-  It does not use the loop's `add_signal_handler`, which would silently discard what the
-  embedding program has installed there for the same signal.  Like the loop, it needs the
-  wake-up descriptor: a signal that arrives right before the loop blocks in its poll would
-  otherwise be noticed only at the next event.
-* All instances share the handlers of the process (`_Handlers`), so several jobs of one
-  program all receive a signal, and may end in any order.  The last instance that handles
-  a signal restores the previous handler.
-* A signal that was received and not read is sent again after that, so that it is not
-  lost between two owners.
+* A signal that is ignored on entry stays ignored: `nohup` and a shell's background jobs ignore
+  signals on purpose.
+* The handler raises nothing, but puts the number into a queue.  It does not use the loop's
+  `add_signal_handler`, which would silently discard what the embedding program has installed
+  there.  Like the loop, it needs the wake-up descriptor: a signal that arrives right before the
+  loop blocks in its poll would otherwise be noticed only at the next event.
+* All instances share the handlers of the process (`_Handlers`), so several jobs of one program
+  all receive a signal, and may end in any order.  The last one restores the previous handler.
+* A signal that was received and not read is sent again after that, so that it is not lost
+  between two owners.
 """
 
 from __future__ import annotations

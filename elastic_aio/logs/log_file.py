@@ -1,21 +1,18 @@
 """Reads log files: while a worker writes one (`LogFile`), or the end of one.
 
-`LogFile` notices when its file is truncated.
+`echo text > /dev/stdout` in a worker opens the log file anew with O_TRUNC.  The kernel does not
+report it: a file that was truncated and written again can be shorter than before, longer, or of
+the same size.  Each read therefore compares the bytes before its offset with the ones that were
+there; if they differ, the file was truncated.
 
-`echo text > /dev/stdout` in a worker opens the log file anew with O_TRUNC, so that the
-file begins with that text.  The kernel does not report it: a file that was truncated and
-written again can be shorter than before, longer, or of the same size.  Each read therefore
-compares the bytes before its offset with the ones that were there; if they differ, the
-file was truncated.
+A short file of the same bytes and size was opened anew and written again if the time of its last
+change differs, and the kernel has reported both.  None of the three suffices: `touch` opens a file
+and changes its time, and so does a write that fails; ftruncate(2) and fallocate(2) to the size that
+the file has are reported as writes.  All three together by other causes (`truncate -s +0`) show
+the file once more, which is better than not at all.
 
-A short file of the same bytes and size was opened anew and written again if the time of its
-last change differs, and the kernel has reported both.  None of the three suffices: `touch`
-opens a file and changes its time, and so does a write that fails; ftruncate(2) and fallocate(2)
-to the size that the file has are reported as writes.  All three together by other causes
-(`truncate -s +0`) show the file once more, which is better than not at all.
-
-A changed time is judged 50 ms later: write(2) changes the time before the size, and a report
-may come after both.  A text that is replaced by the same text sooner is shown once.
+A changed time is judged 50 ms later: write(2) changes the time before the size, and a report may
+come after both.  A text that is replaced by the same text sooner is shown once.
 
 `max_bytes` frees the space of the beginning of a file (see `trimmer`), which then reads as zero
 bytes: an end that is read has none of them.

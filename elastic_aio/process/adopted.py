@@ -1,29 +1,27 @@
-"""Orphans: processes of a job whose parent has ended, adopted by this process.
+"""Adopted orphans: processes of a job whose parent has ended, and which are children of this one.
 
 A daemon leaves its session and loses its parent, and is then known by the marker in its
 environment only.  `ssh-agent` and `gpg-agent` forbid that it is read (PR_SET_DUMPABLE of
-prctl(2)), except by a privileged process.  A *child subreaper* (PR_SET_CHILD_SUBREAPER)
-becomes the parent of all orphans among its descendants: such a daemon is found among its
-children.  In return it has to reap them.
+prctl(2)), except by a privileged process.  A *child subreaper* (PR_SET_CHILD_SUBREAPER) becomes
+the parent of all orphans among its descendants: such a daemon is found among its children.  In
+return it has to reap them.
 
-This changes the process, so a job of a library asks for it; the command line, which owns
-its process, always does.  It may also be process 1 of a container, which adopts every
-orphan of the container, of whatever origin.
+This changes the process, so a job of a library asks for it; the command line, which owns its
+process, always does.  It may also be process 1 of a container, which adopts all orphans.
 
-A child was adopted if this package has not started it and it has another session than
-this process: children of the embedding program have the same one, unless they were
-started as leaders of new ones.  Those look like a daemon.  So a library stops only those
-whose environment it is not allowed to read, and reaps only those that it has found as
-processes of the job; it leaves the zombie of a daemon that ends early.
+A child was adopted if this package has not started it and it has another session than this
+process: children of the embedding program have the same one, unless they were started as leaders
+of new ones.  Those look like a daemon.  So a library stops only those whose environment it is not
+allowed to read, and reaps only those that it has found as processes of the job; it leaves the
+zombie of a daemon that ends early.
 
 Children that are there before the first worker are strangers, and so are their orphans: in
 `service & exec aio-elastic`, a shell has left the service to the program that replaced it.
 Nothing tells their orphans from those of the workers but the marker, so then it decides.
 
-A library cannot stop a daemon that has replaced its environment.  The kernel keeps no
-record of a former parent (proc(5) shows the present one), so nothing tells such a daemon of
-a worker from an orphan of another child of the program, nor, if it leads its session, from
-such a child itself.  The command line has no other children, as a rule.
+A library cannot stop a daemon that has replaced its environment: the kernel keeps no record of a
+former parent, so nothing tells it from an orphan of another child of the program, nor, if it
+leads its session, from such a child itself.  The command line has no other children, as a rule.
 """
 
 from __future__ import annotations

@@ -1,19 +1,15 @@
 """Calls of functions in worker processes: how a call is passed and its `CallResult` is read.
 
-A call is pickled into a memory file before anything starts.  Plain pickle where it
-suffices keeps a worker's start cheap.  cloudpickle, where it is installed, takes what
-plain pickle cannot: closures, lambdas, and functions of a main module that no other
-process can import (notebooks, interactive sessions, `python -c`).
+A call is pickled into a memory file before anything starts.  Plain pickle keeps a worker's start
+cheap; cloudpickle, where it is installed, takes what that cannot: closures, lambdas, and functions
+of a main module that no other process can import (notebooks, `python -c`).  A worker imports the
+parent's main script only if the call refers to it.
 
-A worker imports the parent's main script only if the call refers to it: functions
-defined there need that, and all others are spared its cost.
+multiprocessing's queues, locks, events and shared memory may be arguments: pickling happens inside
+its own "spawning" context, which collects the descriptors that the worker must inherit.
 
-multiprocessing's queues, locks, events and shared memory may be arguments: pickling
-happens inside its own "spawning" context, as in `multiprocessing.Process`; that context
-collects the descriptors that the worker must inherit.
-
-A worker writes its result into another memory file (`worker.bootstrap` has the
-format), which is read after the worker has ended.
+A worker writes its result into another memory file (`worker.bootstrap` has the format), which is
+read after the worker has ended.
 """
 
 from __future__ import annotations

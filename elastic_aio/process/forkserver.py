@@ -1,21 +1,17 @@
 """The client of the fork server: workers forked from a process with their imports done.
 
-The server (`forkserver_main`) is a child of ours.  It takes any `ChildSpec` whose
-command is Python code that it can run: the bootstrap of functions, a script, a module.
-A request is one message with a memory file, which holds the command, and the worker's
-descriptors; these keep their new numbers in the worker, since modules that the server
-has imported may use the old ones.
+The server (`forkserver_main`) is a child of ours.  It takes any `ChildSpec` whose command is
+Python code that it can run: the bootstrap of functions, a script, a module.  A request is one
+message with a memory file, which holds the command, and the worker's descriptors; these keep
+their new numbers in the worker, since modules that the server has imported may use the old ones.
 
-The "started" reply brings a pidfd that the server has opened before it could reap, so
-the pid cannot have been used again.  The exit status comes from the server, which is the
-parent.  If the server ends, exits are seen by pidfd, their status is unknown, and the
-next spawn starts another server.
+The "started" reply brings a pidfd that the server has opened before it could reap, so the pid
+cannot have been used again.  The exit status comes from the server, which is the parent.  If it
+ends, exits are seen by pidfd, their status is unknown, and the next spawn starts another server.
 
-The server has this process's descriptor limit: it needs some for each worker.  Workers
-get the original one.
-
-A forked worker has the server's environment in /proc; so the server has the job's
-marker, and the process tree excludes it.
+The server has this process's descriptor limit: it needs some for each worker.  A forked worker
+has the server's environment in /proc; so the server has the job's marker, and the process tree
+excludes it.
 """
 
 from __future__ import annotations

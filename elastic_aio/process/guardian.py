@@ -1,18 +1,17 @@
 """The agent's side of the guardian process: started before the workers, kept running.
 
-No worker may outlive its supervisor, not even one that is killed by SIGKILL.  The
-kernel's own means do not suffice: PR_SET_PDEATHSIG reaches the direct child only and
-fires when the spawning thread ends; a writable cgroup needs privileges.  So each agent
-has one more process, a bare interpreter of about 4 MB that waits until the agent is gone
-and then ends what is left (`guardian_main`).
+No worker may outlive its supervisor, not even one that is killed by SIGKILL.  The kernel's own
+means do not suffice: PR_SET_PDEATHSIG reaches the direct child only and fires when the spawning
+thread ends; a writable cgroup needs privileges.  So each agent has one more process, a bare
+interpreter of about 4 MB that waits until the agent is gone and then ends what is left
+(`guardian_main`).
 
-The guardian notices the end of the supervisor by a lock that the kernel releases.  An event
-loop may be closed, and the program go on, while a job is still running: then the lock is
-released here (`_LoopAnchor`), and the guardian ends the job as well.
+The guardian notices the end of the supervisor by a lock that the kernel releases.  An event loop
+may be closed, and the program go on, while a job is still running: then the lock is released here
+(`_LoopAnchor`).
 
-An interpreter may fail to start, and `sys.executable` may be something else: a frozen
-application, for example, which would run itself.  So the guardian reports through a pipe
-that it works, and no worker starts before that.
+An interpreter may fail to start, and `sys.executable` may be a frozen application, which would
+run itself.  So the guardian reports through a pipe that it works, and no worker starts before.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
 """Which processes a signal of a stop plan reaches first, and which get a forwarded one.
 
-A data loader, an engine or a wrapped program belongs to its leader: it is needed while the
-leader finishes its work, and the leader ends it.  So a process gets the signal of a step
-when its parents in the job have ended, as in systemd's `KillMode=mixed` (systemd.kill(5)).
-A process that has lost its parents belongs to the leader of its session, or to the leader
-below which it was seen; if neither is known, it waits for all leaders.
+A data loader, an engine or a wrapped program belongs to its leader: it is needed while the leader
+finishes its work, and the leader ends it.  So a process gets the signal of a step when its parents
+in the job have ended, as in systemd's `KillMode=mixed` (systemd.kill(5)).  A process that has lost
+its parents belongs to the leader of its session, or to the leader below which it was seen; if
+neither is known, it waits for all leaders.
 
-The exception is the foreground of a shell.  A shell runs no trap, and passes nothing on,
-while it waits for a command: bash(1), Signals.  So that command gets the signal with the
-shell.  A command of the background (`&`) does not: its shell handles signals at once, and may
-pass them on.  POSIX tells the two apart: without job control, a command of the background
-ignores SIGINT and SIGQUIT (Shell Command Language, 2.11).  Programs change the action of
-SIGINT, and rarely that of SIGQUIT, so SIGQUIT decides.  A shell that is itself below a command
-of the background ignores SIGINT, and so do all its children: that says nothing about them.
+The exception is the foreground of a shell.  A shell runs no trap, and passes nothing on, while it
+waits for a command: bash(1), Signals.  So that command gets the signal with the shell.  A command
+of the background (`&`) does not: its shell handles signals at once, and may pass them on.  POSIX
+tells the two apart: without job control, a command of the background ignores SIGINT and SIGQUIT
+(Shell Command Language, 2.11).  Programs change the action of SIGINT, and rarely that of SIGQUIT,
+so SIGQUIT decides.  A shell that is itself below a command of the background ignores SIGINT, and so
+do all its children: that says nothing about them.
 
 The guardian runs this file in a bare interpreter, as `proc`.
 """

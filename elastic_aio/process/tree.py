@@ -1,17 +1,15 @@
 """All processes of a job on this host, and how they are stopped.
 
-The workers themselves (the *leaders*, each of a session) are our children and known by
-their futures.  Their descendants are found by scans of /proc (`proc`).
-
-`ProcessTree.stop` takes the steps of the stop plan (a signal, a grace period), and last
-SIGKILL with `reap_timeout`.  One step does the following:
+The workers themselves (the *leaders*, each of a session) are our children, and known by their
+futures; their descendants are found by scans of /proc (`descendants`).  `ProcessTree.stop` takes
+the steps of the stop plan (a signal, a grace period), and last SIGKILL with `reap_timeout`:
 
 1. Record the descendants of each leader before its signal.  A child with a session of its own
    and an empty environment is known by its parent only, and the signal may end the parent.  So
    is whose turn a child is: it gets its signal when its own leader has ended.
-2. Signal the leaders at once, without a scan: they should learn of a peer's failure
-   within a millisecond, and a scan takes several.  `begin_stop` does it in the iteration of
-   the loop that has seen the failure.
+2. Signal the leaders at once, without a scan: they should learn of a peer's failure within a
+   millisecond, and a scan takes several.  `begin_stop` does it in the iteration of the loop that
+   has seen the failure.
 3. Wait for the leaders that end at once, for milliseconds.
 4. Scan, and signal each descendant whose turn it is (`stop_order`) and that has not had this
    step's signal yet, also those that were started after it, perhaps in response to it.  A
@@ -19,27 +17,23 @@ SIGKILL with `reap_timeout`.  One step does the following:
 5. Wait until all that were signalled have ended, or one that others wait for, and scan again.
    The step is over when two scans in a row find nothing.
 
-Two clean scans, because one is not a snapshot: readdir(3) of /proc passes pids in
-ascending order while processes fork and exit.  A process that is about to be read may
-fork a child with a lower pid (the numbers wrap around) and exit: the scan sees neither.
-The child is there for the next scan.
+Two clean scans, because one is not a snapshot: readdir(3) of /proc passes pids in ascending order
+while processes fork and exit.  A process that is about to be read may fork a child with a lower
+pid (the numbers wrap around) and exit: the scan sees neither.  The next one sees the child.
 
-Signals go through pidfds, since a pid may be used again between scan and kill(2): the
-pidfd is opened, then the start time is read again, and from there on pidfd_open(2)
-guarantees that it stands for that process.  It also becomes readable at the exit of any
-process, child or not, so waiting needs no polling.  At most 64 are open for this at a
-time; other processes are signalled, but not watched, and found again by the next scan.
+Waiting needs no polling: a pidfd becomes readable at the exit of any process, child or not.  At
+most 64 are open for this at a time; other processes are signalled, but not watched, and found
+again by the next scan.
 
-At the end of a grace period the next step begins with what is left, and is reported as
-an escalation.  Graces are measured by a clock that excludes suspensions of the job.
+At the end of a grace period the next step begins with what is left, and is reported as an
+escalation.  Graces are measured by a clock that excludes suspensions of the job.
 `escalate_to_kill` skips to the last step.  What is left after that cannot be killed
 (uninterruptible sleep): it is returned, not waited for, so a stop ends in bounded time.
 
-A stop also ends where processes cannot be found or watched.  A program that embeds us can
-run out of descriptors: two are kept for that, enough to scan and to signal.  The pids of
-/proc can be those of another pid namespace: then processes are known by the pids that
-/proc shows, and signalled through their directories there (pidfd_send_signal(2)).  In both
-cases descendants are not watched; scans, a few milliseconds apart, find what is left.
+It also ends where processes cannot be found or watched.  A program that embeds us can run out of
+descriptors: two are kept for that, enough to scan and to signal.  The pids of /proc can be those
+of another pid namespace.  In both cases descendants are not watched; scans, a few milliseconds
+apart, find what is left.
 """
 
 from __future__ import annotations
