@@ -35,6 +35,7 @@ from elastic_aio.process.children import (
     spawn_with_asyncio,
     spawn_with_popen,
 )
+from tests.support.children import line_from
 
 pytestmark = pytest.mark.both_loops
 
@@ -71,23 +72,6 @@ async def fitting_spawn(request: pytest.FixtureRequest) -> AsyncIterator[Spawner
     with pidfd_watcher():
         yield command_spawner(asyncio.get_running_loop()) if by_loop else spawn_with_popen
     signal.pthread_sigmask(signal.SIG_SETMASK, former)
-
-
-@pytest.fixture
-def devnull() -> Iterator[int]:
-    """A descriptor of /dev/null."""
-    descriptor = os.open(os.devnull, os.O_RDWR)
-    yield descriptor
-    os.close(descriptor)
-
-
-@pytest.fixture
-def output() -> Iterator[tuple[int, int]]:
-    """A pipe for what children print."""
-    reader, writer = os.pipe()
-    yield reader, writer
-    os.close(reader)
-    os.close(writer)
 
 
 def spec_of(*argv: str, to: int, **changes: Any) -> ChildSpec:
@@ -134,16 +118,6 @@ async def test_an_exit_is_passed_on_in_its_iteration_of_the_loop(
         await ended.wait()
     assert order == ["exit", "callback", "next iteration"]
     assert (await end_of(child)).status == ExitStatus(signal=15)
-
-
-def line_from(descriptor: int) -> str:
-    line = b""
-    while not line.endswith(b"\n"):
-        poller = select.poll()
-        poller.register(descriptor, select.POLLIN)
-        assert poller.poll(GUARD * 1000), "nothing was printed"
-        line += os.read(descriptor, 1)
-    return line.decode().rstrip("\n")
 
 
 @pytest.mark.slow

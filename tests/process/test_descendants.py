@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from elastic_aio.process.descendants import (
     write_session_list,
 )
 from elastic_aio.process.proc import ProcEntry, open_pidfd, read_process, send, ticks_now
+from tests.support.children import wait_for_end
 
 MARKER = f"ELASTIC_AIO_JOB_TEST_{os.getpid()}_{os.urandom(4).hex()}"
 GUARD_MS = 20_000
@@ -91,18 +91,11 @@ class Family:
                 descriptor = os.pidfd_open(pid)
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
                 wait_for_end(descriptor)
-                os.close(descriptor)
         for child in self.children:
             child.kill()
             child.wait()
             assert child.stdout is not None
             child.stdout.close()
-
-
-def wait_for_end(pidfd: int) -> None:
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    assert poller.poll(GUARD_MS), "it still runs"
 
 
 @pytest.fixture

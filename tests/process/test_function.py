@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,14 @@ import pytest
 
 from elastic_aio.errors import SpawnError
 from elastic_aio.outcome import ExitStatus
-from elastic_aio.process.base import Child, ChildExit, ChildSpec, Spawner
+from elastic_aio.process.base import Child, ChildSpec, Spawner
 from elastic_aio.process.calls import call_argv, make_payload, memory_file
 from elastic_aio.process.children import command_spawner, spawn_with_popen
 from elastic_aio.process.fork import spawn_by_fork
 from elastic_aio.process.forkserver import ForkServer
 from elastic_aio.worker import bootstrap
 from tests.support import functions
-from tests.support.children import until
+from tests.support.children import end_of, line_from, until
 from tests.support.leaks import leaked_processes
 from tests.support.start_methods import METHODS
 
@@ -35,23 +35,6 @@ pytestmark = pytest.mark.both_loops
 
 GUARD = 30.0
 ENV = {**os.environ, "OWN": "1"}
-
-
-@pytest.fixture
-def devnull() -> Iterator[int]:
-    """A descriptor of /dev/null."""
-    descriptor = os.open(os.devnull, os.O_RDWR)
-    yield descriptor
-    os.close(descriptor)
-
-
-@pytest.fixture
-def output() -> Iterator[tuple[int, int]]:
-    """A pipe for what children print."""
-    reader, writer = os.pipe()
-    yield reader, writer
-    os.close(reader)
-    os.close(writer)
 
 
 class StartMethod:
@@ -135,21 +118,6 @@ async def serving(
         async with asyncio.timeout(GUARD):
             yield method
             await server.aclose()
-
-
-async def end_of(child: Child) -> ChildExit:
-    async with asyncio.timeout(GUARD):
-        return await asyncio.shield(child.exited)
-
-
-def line_from(descriptor: int) -> str:
-    line = b""
-    while not line.endswith(b"\n"):
-        poller = select.poll()
-        poller.register(descriptor, select.POLLIN)
-        assert poller.poll(GUARD * 1000), "nothing was printed"
-        line += os.read(descriptor, 1)
-    return line.decode().rstrip("\n")
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -29,7 +28,7 @@ from elastic_aio.process.guardian_process import (
     take_early,
 )
 from elastic_aio.spec.stop import StopPlan
-from tests.support.children import until_sync
+from tests.support.children import until_sync, wait_for_end
 from tests.support.cli import Running, running
 from tests.support.holder import holder
 from tests.support.leaks import alive, leaked_processes, open_descriptors
@@ -414,14 +413,6 @@ def supervised(plan: str, kind: str) -> Iterator[tuple[subprocess.Popen[bytes], 
             process.wait()
         supervisor.stdin.close()
         supervisor.stdout.close()
-
-
-def wait_for_end(pidfd: int) -> None:
-    """Wait until the process of a pidfd has ended, and close it."""
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    assert poller.poll(GUARD * 1000), "it still runs"
-    os.close(pidfd)
 
 
 def children_of(pid: int) -> list[int]:

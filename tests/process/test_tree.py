@@ -20,13 +20,13 @@ import pytest
 from elastic_aio.aio import PausableClock
 from elastic_aio.outcome import ExitStatus
 from elastic_aio.process import descendants, proc, tree
-from elastic_aio.process.base import Child, ChildExit, ChildSpec
+from elastic_aio.process.base import Child, ChildSpec
 from elastic_aio.process.children import command_spawner
 from elastic_aio.process.descendants import STARTING, read_session_list
 from elastic_aio.process.guardian_process import GuardedJob
 from elastic_aio.process.tree import ProcessTree, Survivor
 from elastic_aio.spec.stop import StopPlan, StopStep
-from tests.support.children import until
+from tests.support.children import end_of, line_from, until
 from tests.support.holder import holder
 from tests.support.leaks import alive
 
@@ -73,13 +73,7 @@ class Bench:
 
     def line(self) -> str:
         """Read one line that a worker prints."""
-        text = b""
-        poller = select.poll()
-        poller.register(self.reader, select.POLLIN)
-        while not text.endswith(b"\n"):
-            assert poller.poll(GUARD * 1000), "nothing was printed"
-            text += os.read(self.reader, 1)
-        return text.decode().strip()
+        return line_from(self.reader)
 
     async def next_line(self) -> str:
         """Wait, while the loop runs, for a line that a worker prints."""
@@ -121,11 +115,6 @@ async def bench() -> AsyncIterator[Bench]:
     bench = Bench()
     yield bench
     await bench.aclose()
-
-
-async def end_of(child: Child) -> ChildExit:
-    async with asyncio.timeout(GUARD):
-        return await asyncio.shield(child.exited)
 
 
 def status(child: Child) -> ExitStatus:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -21,6 +22,8 @@ from tests.support.leaks import alive
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from elastic_aio.process.base import Child, ChildExit
 
 T = TypeVar("T")
 
@@ -105,6 +108,27 @@ def until_sync(condition: Callable[[], T], what: str = "", seconds: float = DEAD
         assert time.monotonic() < end, f"timed out: {what or condition}"
         time.sleep(0.003)
     return value
+
+
+async def end_of(child: Child) -> ChildExit:
+    """Wait until a child has ended."""
+    async with asyncio.timeout(DEADLINE_S):
+        return await asyncio.shield(child.exited)
+
+
+def wait_for_end(pidfd: int) -> None:
+    """Wait, without a loop, until the process of a pidfd has ended, and close it."""
+    assert select.select([pidfd], [], [], DEADLINE_S)[0], "it still runs"
+    os.close(pidfd)
+
+
+def line_from(descriptor: int) -> str:
+    """Read one line that a child prints, without a loop."""
+    line = b""
+    while not line.endswith(b"\n"):
+        assert select.select([descriptor], [], [], DEADLINE_S)[0], "nothing was printed"
+        line += os.read(descriptor, 1)
+    return line.decode().rstrip("\n")
 
 
 def noted(directory: Path, count: int) -> Callable[[], list[int]]:
