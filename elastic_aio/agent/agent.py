@@ -29,8 +29,7 @@ from elastic_aio.errors import JobFailed, JobStopped, RendezvousFailed, SpecErro
 from elastic_aio.events import ControlUnavailable, Event
 from elastic_aio.logs.console import ConsoleTarget
 from elastic_aio.outcome import JobState, LaunchResult
-from elastic_aio.process.base import Spawner
-from elastic_aio.process.children import command_spawner
+from elastic_aio.process.children import Spawner, command_spawner
 from elastic_aio.process.rusage import with_usage
 from elastic_aio.spec.checks import (
     checked_console,

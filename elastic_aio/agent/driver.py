@@ -62,7 +62,7 @@ from elastic_aio.outcome import (
     LaunchResult,
     make_result,
 )
-from elastic_aio.process.base import ChildExit
+from elastic_aio.process.children import ChildExit
 from elastic_aio.process.proc import ended_by_default, has_missed_sigterm
 from elastic_aio.ranks import NodeSize, assign_node_ranks
 from elastic_aio.spec.restart import RestartAction

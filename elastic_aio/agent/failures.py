@@ -21,7 +21,7 @@ from elastic_aio.outcome import (
     WorkerResult,
     root_cause_first,
 )
-from elastic_aio.process.base import ChildExit
+from elastic_aio.process.children import ChildExit
 from elastic_aio.ranks import WorkerRanks
 from elastic_aio.reasons import (
     LOST_PEER,

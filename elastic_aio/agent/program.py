@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from elastic_aio.agent.preflight import check_preload, worker_argv
-from elastic_aio.process.base import Child, Spawner
+from elastic_aio.process.children import Child, Spawner
 from elastic_aio.spec.job import Command, Function, LaunchSpec
 
 if TYPE_CHECKING:

@@ -61,7 +61,7 @@ from elastic_aio.events import (
 )
 from elastic_aio.logs.console import ConsoleTarget
 from elastic_aio.process.adopted import subreaper
-from elastic_aio.process.base import Child, ChildSpec, Spawner
+from elastic_aio.process.children import Child, ChildSpec, Spawner
 from elastic_aio.process.descriptors import StandardStreams, limit, with_descriptor_limit
 from elastic_aio.process.guardian import Guardian
 from elastic_aio.process.guardian_process import GuardedJob, take_early

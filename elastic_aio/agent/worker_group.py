@@ -32,7 +32,7 @@ from elastic_aio.events import (
 from elastic_aio.logs.paths import WorkerLogs
 from elastic_aio.outcome import AttemptResult, ExitStatus, Failure
 from elastic_aio.process import proc
-from elastic_aio.process.base import Child, ChildExit
+from elastic_aio.process.children import Child, ChildExit
 from elastic_aio.process.rusage import peek_usage
 from elastic_aio.process.tree import Survivor
 from elastic_aio.ranks import WorkerRanks

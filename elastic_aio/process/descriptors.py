@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from elastic_aio.errors import HostError
 from elastic_aio.process import proc
-from elastic_aio.process.base import ChildSpec, check_program
+from elastic_aio.process.children import ChildSpec, check_program
 
 # Descriptors of one worker: asyncio's pidfd and ours, and two logs that are followed.
 _PER_WORKER = 4

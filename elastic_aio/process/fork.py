@@ -26,8 +26,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 
-from elastic_aio.process.base import Child, ChildSpec, check_directory, spawn_error
-from elastic_aio.process.children import ReapedChild
+from elastic_aio.process.children import Child, ChildSpec, ReapedChild, check_directory, spawn_error
 from elastic_aio.worker import forked
 
 

@@ -31,16 +31,17 @@ from typing import Any
 
 from elastic_aio.errors import HostError, SpawnError
 from elastic_aio.outcome import ExitStatus
-from elastic_aio.process.base import (
+from elastic_aio.process.calls import import_path, interpreter_flags, memory_file
+from elastic_aio.process.children import (
     Child,
     ChildExit,
     ChildSpec,
+    PidfdChild,
+    PidfdWatch,
     Spawner,
     check_directory,
     spawn_error,
 )
-from elastic_aio.process.calls import import_path, interpreter_flags, memory_file
-from elastic_aio.process.children import PidfdChild, PidfdWatch
 from elastic_aio.process.descriptors import limit
 from elastic_aio.process.rusage import usage_of
 from elastic_aio.text import error_reason

@@ -27,8 +27,7 @@ from functools import partial
 
 from elastic_aio.aio import create_task, run_shielded, set_result_if_pending
 from elastic_aio.errors import HostError
-from elastic_aio.process.base import Child
-from elastic_aio.process.children import ReapedChild
+from elastic_aio.process.children import Child, ReapedChild
 from elastic_aio.process.guardian_process import FAILED, GuardedJob, GuardianProcess
 from elastic_aio.spec.stop import StopPlan
 from elastic_aio.text import one_line

@@ -52,8 +52,7 @@ from msgspec import Struct
 from elastic_aio.aio import PausableClock, set_result_if_pending, when_all_done
 from elastic_aio.process import proc, stop_order
 from elastic_aio.process.adopted import Orphans
-from elastic_aio.process.base import Child
-from elastic_aio.process.children import PidfdChild, PidfdWatch
+from elastic_aio.process.children import Child, PidfdChild, PidfdWatch
 from elastic_aio.process.descendants import (
     ScanCache,
     SessionList,

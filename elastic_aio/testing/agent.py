@@ -22,7 +22,7 @@ from elastic_aio.aio import create_task
 from elastic_aio.events import Event
 from elastic_aio.node_events import NodeStandby, RoundFormed
 from elastic_aio.outcome import AttemptResult, ExitStatus, Failure
-from elastic_aio.process.base import Child, ChildSpec
+from elastic_aio.process.children import Child, ChildSpec
 from elastic_aio.process.tree import Survivor
 from elastic_aio.rendezvous.base import (
     AgentPort,

@@ -28,7 +28,7 @@ from elastic_aio import (
     launch,
 )
 from elastic_aio.outcome import ExitStatus
-from elastic_aio.process.base import ChildExit, ChildSpec
+from elastic_aio.process.children import ChildExit, ChildSpec
 from tests.support.leaks import own_children
 
 GUARD = 30.0

@@ -27,8 +27,7 @@ from elastic_aio import (
     launch,
 )
 from elastic_aio.errors import SpawnError
-from elastic_aio.process.base import Child, ChildSpec
-from elastic_aio.process.children import command_spawner
+from elastic_aio.process.children import Child, ChildSpec, command_spawner
 from tests.support.children import ignoring_signals, noted, noting, shell, until
 from tests.support.leaks import alive
 

@@ -30,8 +30,7 @@ from elastic_aio import (
     launch,
 )
 from elastic_aio.process import children, proc
-from elastic_aio.process.base import Child, ChildExit, ChildSpec, Spawner
-from elastic_aio.process.children import command_spawner
+from elastic_aio.process.children import Child, ChildExit, ChildSpec, Spawner, command_spawner
 from elastic_aio.process.guardian import Guardian
 from tests.support.children import (
     SIGNAL_LOGGER,

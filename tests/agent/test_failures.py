@@ -22,8 +22,8 @@ from elastic_aio.agent.oom import OomCounts
 from elastic_aio.logs.paths import StreamPlan, StreamTarget, WorkerLogs
 from elastic_aio.logs.trimmer import free_range
 from elastic_aio.outcome import ExitStatus, Failure, WorkerError
-from elastic_aio.process.base import ChildExit
 from elastic_aio.process.calls import CallResult
+from elastic_aio.process.children import ChildExit
 from elastic_aio.ranks import NodeSize, assign_node_ranks
 from elastic_aio.worker.errorfile import WRITER
 

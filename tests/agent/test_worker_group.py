@@ -13,8 +13,7 @@ from elastic_aio.agent.worker_group import WorkerGroup
 from elastic_aio.errors import SpawnError
 from elastic_aio.events import Event, WorkerExited, WorkerStarted
 from elastic_aio.outcome import ExitStatus
-from elastic_aio.process.base import Child, ChildExit, ChildSpec
-from elastic_aio.process.children import command_spawner
+from elastic_aio.process.children import Child, ChildExit, ChildSpec, command_spawner
 from elastic_aio.process.descendants import read_session_list
 from elastic_aio.ranks import NodeSize, assign_node_ranks
 from elastic_aio.spec.job import LaunchSpec

@@ -16,7 +16,7 @@ from elastic_aio import ExitStatus, Failure, JobFailed, LaunchSpec, LogSpec, lau
 from elastic_aio.agent.failures import WorkerRecord, collect_failures
 from elastic_aio.agent.oom import OomCounts
 from elastic_aio.logs.paths import plan_logs
-from elastic_aio.process.base import ChildExit
+from elastic_aio.process.children import ChildExit
 from elastic_aio.ranks import NodeSize, assign_node_ranks
 from tests.support.children import shell, until_sync
 from tests.support.cli import run_cli, running_cli

@@ -25,13 +25,17 @@ import pytest
 from elastic_aio.errors import SpawnError
 from elastic_aio.launcher import use_pidfd_child_watcher
 from elastic_aio.outcome import ExitStatus
-from elastic_aio.process.base import Child, ChildExit, ChildSpec, Spawner, spawn_error
 from elastic_aio.process.children import (
+    Child,
+    ChildExit,
+    ChildSpec,
     PidfdChild,
     PidfdWatch,
+    Spawner,
     command_spawner,
     has_ended,
     open_child_pidfd,
+    spawn_error,
     spawn_with_asyncio,
     spawn_with_popen,
 )

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from elastic_aio.errors import SpawnError
-from elastic_aio.process.base import ChildSpec
-from elastic_aio.process.children import spawn_with_popen
+from elastic_aio.process.children import ChildSpec, spawn_with_popen
 from elastic_aio.process.descriptors import DescriptorLimit, StandardStreams, with_descriptor_limit
 from tests.support.cli import environment
 

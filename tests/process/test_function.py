@@ -20,9 +20,14 @@ import pytest
 
 from elastic_aio.errors import SpawnError
 from elastic_aio.outcome import ExitStatus
-from elastic_aio.process.base import Child, ChildSpec, Spawner
 from elastic_aio.process.calls import call_argv, make_payload, memory_file
-from elastic_aio.process.children import command_spawner, spawn_with_popen
+from elastic_aio.process.children import (
+    Child,
+    ChildSpec,
+    Spawner,
+    command_spawner,
+    spawn_with_popen,
+)
 from elastic_aio.process.fork import spawn_by_fork
 from elastic_aio.process.forkserver import ForkServer
 from elastic_aio.worker import bootstrap

@@ -305,7 +305,7 @@ async def test_common_signals_do_not_end_it(bench: Bench) -> None:
 SUPERVISOR = """
 import asyncio, os, sys
 from elastic_aio.aio import PausableClock
-from elastic_aio.process.base import ChildSpec
+from elastic_aio.process.children import ChildSpec
 from elastic_aio.process.children import command_spawner
 from elastic_aio.process.guardian import Guardian
 from elastic_aio.process.guardian_process import GuardedJob

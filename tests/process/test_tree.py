@@ -20,8 +20,7 @@ import pytest
 from elastic_aio.aio import PausableClock
 from elastic_aio.outcome import ExitStatus
 from elastic_aio.process import descendants, proc, tree
-from elastic_aio.process.base import Child, ChildSpec
-from elastic_aio.process.children import command_spawner
+from elastic_aio.process.children import Child, ChildSpec, command_spawner
 from elastic_aio.process.descendants import STARTING, read_session_list
 from elastic_aio.process.guardian_process import GuardedJob
 from elastic_aio.process.tree import ProcessTree, Survivor

@@ -23,7 +23,7 @@ from tests.support.leaks import alive
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from elastic_aio.process.base import Child, ChildExit
+    from elastic_aio.process.children import Child, ChildExit
 
 T = TypeVar("T")
 
