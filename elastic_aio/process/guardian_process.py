@@ -105,22 +105,18 @@ class GuardedJob(Struct, frozen=True):
         if not hasattr(os, "pidfd_open") or not hasattr(os, "memfd_create"):
             raise HostError("elastic_aio needs Linux 5.3 or newer (pidfd_open, memfd_create)")
         try:
-            session_list = os.memfd_create("elastic_aio-sessions", os.MFD_CLOEXEC)
-            marker = f"ELASTIC_AIO_JOB_{os.urandom(16).hex()}"
-            # One tick earlier: processes of the present tick may be older or newer.
-            try:
+            with ExitStack() as undo:
+                session_list = os.memfd_create("elastic_aio-sessions", os.MFD_CLOEXEC)
+                undo.callback(os.close, session_list)
+                marker = f"ELASTIC_AIO_JOB_{os.urandom(16).hex()}"
+                # One tick earlier: processes of the present tick may be older or newer.
                 job = cls(marker, proc.ticks_now() - 1, session_list, KeptPipes())
-            except OSError:
-                os.close(session_list)
-                raise
-            try:
+                undo.callback(job.pipes.close)
                 job.lock()
-            except OSError:
-                job.close()
-                raise
+                undo.pop_all()
+                return job
         except OSError as error:
             raise HostError(f"cannot create an anonymous file: {error_reason(error)}") from error
-        return job
 
     def lock(self) -> None:
         """Lock the session list.
@@ -218,14 +214,12 @@ def spawned_early(plan: StopPlan, python: str | None) -> Iterator[None]:
 
     Without success the job tries again, and reports the error.
     """
-    try:
+    with suppress(HostError):
         job = GuardedJob.create()
         try:
             _early.append(GuardianProcess(job, plan, python))
         except HostError:
             job.close()
-    except HostError:
-        pass
     try:
         yield
     finally:
