@@ -56,11 +56,10 @@ def printed_by(loop: str, body: str) -> tuple[list[str], int]:
 loops = pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 
 
-@loops
-def test_signals_are_items(loop: str) -> None:
-    """In order of arrival, as plain numbers."""
-    lines, code = printed_by(
-        loop,
+# Programs by what they show, with the lines that they print, and their return code.
+PROGRAMS: dict[str, tuple[str, list[str], int]] = {
+    # In order of arrival, as plain numbers.
+    "signals_are_items": (
         """
         async def main():
             with ReceivedSignals([signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM]) as received:
@@ -71,16 +70,11 @@ def test_signals_are_items(loop: str) -> None:
             print(sorted(map(int, received.handled)))
         run(main)
         """,
-    )
-    assert lines == ["[10, 15]", "10", "15", "10", "[]"]
-    assert code == 0
-
-
-@loops
-def test_previous_handlers_are_restored(loop: str) -> None:
-    """A Python handler, the default action, and Python's own for SIGINT."""
-    lines, _ = printed_by(
-        loop,
+        ["[10, 15]", "10", "15", "10", "[]"],
+        0,
+    ),
+    # A Python handler, the default action, and Python's own for SIGINT.
+    "previous_handlers_are_restored": (
         """
         def own(number, frame):
             print("own", number)
@@ -96,14 +90,10 @@ def test_previous_handlers_are_restored(loop: str) -> None:
             await asyncio.sleep(0)
         run(main)
         """,
-    )
-    assert lines == ["True", "True", "own 10"]
-
-
-@loops
-def test_the_default_action_is_restored(loop: str) -> None:
-    lines, code = printed_by(
-        loop,
+        ["True", "True", "own 10"],
+        0,
+    ),
+    "the_default_action_is_restored": (
         """
         async def main():
             with ReceivedSignals([signal.SIGUSR1]):
@@ -113,16 +103,11 @@ def test_the_default_action_is_restored(loop: str) -> None:
             await asyncio.sleep(10)
         run(main)
         """,
-    )
-    assert lines == ["still here"]
-    assert code == -signal.SIGUSR1
-
-
-@loops
-def test_an_ignored_signal_stays_ignored(loop: str) -> None:
-    """SIGHUP under nohup, inside the block and after it."""
-    lines, code = printed_by(
-        loop,
+        ["still here"],
+        -signal.SIGUSR1,
+    ),
+    # SIGHUP under nohup, inside the block and after it.
+    "an_ignored_signal_stays_ignored": (
         """
         async def main():
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -135,15 +120,10 @@ def test_an_ignored_signal_stays_ignored(loop: str) -> None:
             send(signal.SIGHUP)
         run(main)
         """,
-    )
-    assert lines == ["[15]", "15", "True"]
-    assert code == 0
-
-
-@loops
-def test_an_unread_signal_goes_to_the_previous_handler(loop: str) -> None:
-    lines, _ = printed_by(
-        loop,
+        ["[15]", "15", "True"],
+        0,
+    ),
+    "an_unread_signal_goes_to_the_previous_handler": (
         """
         async def main():
             signal.signal(signal.SIGUSR1, lambda number, frame: print("own", number))
@@ -153,15 +133,11 @@ def test_an_unread_signal_goes_to_the_previous_handler(loop: str) -> None:
             print("left")
         run(main)
         """,
-    )
-    assert lines == ["leaving", "own 10", "left"]
-
-
-@loops
-def test_an_unread_sigterm_ends_the_process(loop: str) -> None:
-    """It arrives between the last read and the end of the block."""
-    lines, code = printed_by(
-        loop,
+        ["leaving", "own 10", "left"],
+        0,
+    ),
+    # It arrives between the last read and the end of the block.
+    "an_unread_sigterm_ends_the_process": (
         """
         async def main():
             with ReceivedSignals([signal.SIGTERM]) as received:
@@ -170,15 +146,10 @@ def test_an_unread_sigterm_ends_the_process(loop: str) -> None:
             print("not reached", flush=True)
         run(main)
         """,
-    )
-    assert lines == ["leaving"]
-    assert code == -signal.SIGTERM
-
-
-@loops
-def test_handlers_are_restored_after_an_error(loop: str) -> None:
-    lines, _ = printed_by(
-        loop,
+        ["leaving"],
+        -signal.SIGTERM,
+    ),
+    "handlers_are_restored_after_an_error": (
         """
         async def main():
             before = signal.getsignal(signal.SIGTERM)
@@ -189,15 +160,11 @@ def test_handlers_are_restored_after_an_error(loop: str) -> None:
                 print(signal.getsignal(signal.SIGTERM) == before)
         run(main)
         """,
-    )
-    assert lines == ["True"]
-
-
-@loops
-def test_a_failed_entry_restores_the_handlers(loop: str) -> None:
-    """SIGKILL cannot be handled."""
-    lines, _ = printed_by(
-        loop,
+        ["True"],
+        0,
+    ),
+    # SIGKILL cannot be handled.
+    "a_failed_entry_restores_the_handlers": (
         """
         async def main():
             before = signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGHUP)
@@ -209,14 +176,10 @@ def test_a_failed_entry_restores_the_handlers(loop: str) -> None:
             print((signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGHUP)) == before)
         run(main)
         """,
-    )
-    assert lines == ["refused", "True"]
-
-
-@loops
-def test_cancelling_a_read_loses_no_signal(loop: str) -> None:
-    lines, _ = printed_by(
-        loop,
+        ["refused", "True"],
+        0,
+    ),
+    "cancelling_a_read_loses_no_signal": (
         """
         async def main():
             with ReceivedSignals([signal.SIGUSR1]) as received:
@@ -228,8 +191,84 @@ def test_cancelling_a_read_loses_no_signal(loop: str) -> None:
                 print(await read(received))
         run(main)
         """,
-    )
-    assert lines == ["10"]
+        ["10"],
+        0,
+    ),
+    # Two receivers have received one SIGUSR1, and neither has read it.
+    "what_the_last_receiver_leaves_unread_is_delivered_once": (
+        """
+        async def main():
+            signal.signal(signal.SIGUSR1, lambda number, frame: print("own", number))
+            with ReceivedSignals([signal.SIGUSR1]):
+                inner = ReceivedSignals([signal.SIGUSR1]).__enter__()
+                send(signal.SIGUSR1)
+                inner.__exit__()
+                print("leaving")
+        run(main)
+        """,
+        ["leaving", "own 10"],
+        0,
+    ),
+    # A block entered before the loop runs; the program and its loop install handlers.
+    "a_handler_that_was_installed_meanwhile_stays": (
+        """
+        def own(number, frame):
+            print("own", number)
+        async def main(received):
+            signal.signal(signal.SIGUSR1, own)
+            heard = asyncio.Event()
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, heard.set)
+            for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
+                send(number)
+            await heard.wait()
+            print(await read(received))
+        with ReceivedSignals([signal.SIGTERM, signal.SIGUSR1]) as received:
+            run(lambda: main(received))
+        print(signal.getsignal(signal.SIGUSR1) is own)
+        print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, signal.set_wakeup_fd(-1))
+        """,
+        ["own 10", "15", "True", "True -1"],
+        0,
+    ),
+    # The loop learns of its own signals through a descriptor that the block replaces.
+    "a_handler_of_the_loop_is_called_inside_the_block": (
+        """
+        async def main():
+            called = asyncio.Event()
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, called.set)
+            with ReceivedSignals([signal.SIGTERM]):
+                send(signal.SIGUSR2)
+                await asyncio.wait_for(called.wait(), 10)
+                print("called")
+        run(main)
+        """,
+        ["called"],
+        0,
+    ),
+    # `terminate()` of a child of multiprocessing ends it.
+    "a_forked_process_has_the_previous_handlers": (
+        """
+        async def main():
+            with ReceivedSignals([signal.SIGTERM]) as received:
+                if not (pid := os.fork()):
+                    send(signal.SIGTERM)
+                    os._exit(0)
+                print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+                send(signal.SIGTERM)
+                print(await read(received))
+        run(main)
+        """,
+        ["-15", "15"],
+        0,
+    ),
+}
+
+
+@loops
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_a_program_receives(loop: str, name: str) -> None:
+    program, lines, code = PROGRAMS[name]
+    assert printed_by(loop, program) == (lines, code)
 
 
 @loops
@@ -272,89 +311,6 @@ def test_two_receivers_share_the_handlers(loop: str, leaves: str, expected: list
     )
     assert lines == ["15 15", *expected, "True", "own 10"]
     assert code == -signal.SIGTERM
-
-
-@loops
-def test_what_the_last_receiver_leaves_unread_is_delivered_once(loop: str) -> None:
-    """Two receivers have received one SIGUSR1, and neither has read it."""
-    lines, _ = printed_by(
-        loop,
-        """
-        async def main():
-            signal.signal(signal.SIGUSR1, lambda number, frame: print("own", number))
-            with ReceivedSignals([signal.SIGUSR1]):
-                inner = ReceivedSignals([signal.SIGUSR1]).__enter__()
-                send(signal.SIGUSR1)
-                inner.__exit__()
-                print("leaving")
-        run(main)
-        """,
-    )
-    assert lines == ["leaving", "own 10"]
-
-
-@loops
-def test_a_handler_that_was_installed_meanwhile_stays(loop: str) -> None:
-    """A block entered before the loop runs; the program and its loop install handlers."""
-    lines, _ = printed_by(
-        loop,
-        """
-        def own(number, frame):
-            print("own", number)
-        async def main(received):
-            signal.signal(signal.SIGUSR1, own)
-            heard = asyncio.Event()
-            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, heard.set)
-            for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
-                send(number)
-            await heard.wait()
-            print(await read(received))
-        with ReceivedSignals([signal.SIGTERM, signal.SIGUSR1]) as received:
-            run(lambda: main(received))
-        print(signal.getsignal(signal.SIGUSR1) is own)
-        print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, signal.set_wakeup_fd(-1))
-        """,
-    )
-    assert lines == ["own 10", "15", "True", "True -1"]
-
-
-@loops
-def test_a_handler_of_the_loop_is_called_inside_the_block(loop: str) -> None:
-    """The loop learns of its own signals through a descriptor that the block replaces."""
-    lines, _ = printed_by(
-        loop,
-        """
-        async def main():
-            called = asyncio.Event()
-            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, called.set)
-            with ReceivedSignals([signal.SIGTERM]):
-                send(signal.SIGUSR2)
-                await asyncio.wait_for(called.wait(), 10)
-                print("called")
-        run(main)
-        """,
-    )
-    assert lines == ["called"]
-
-
-@loops
-def test_a_forked_process_has_the_previous_handlers(loop: str) -> None:
-    """`terminate()` of a child of multiprocessing ends it."""
-    lines, _ = printed_by(
-        loop,
-        """
-        async def main():
-            with ReceivedSignals([signal.SIGTERM]) as received:
-                if not (pid := os.fork()):
-                    send(signal.SIGTERM)
-                    os._exit(0)
-                print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-                send(signal.SIGTERM)
-                print(await read(received))
-        run(main)
-        """,
-    )
-    assert lines == ["-15", "15"]
 
 
 def test_one_sigtstp_suspends_the_process_once() -> None:
