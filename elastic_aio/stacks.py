@@ -7,6 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+from msgspec import Struct
+
 from elastic_aio.ranks import format_ranks
 from elastic_aio.text import one_line, truncate
 
@@ -115,21 +118,34 @@ def parse_faulthandler(text: str) -> tuple[ThreadStack, ...]:
     return tuple(threads)
 
 
-_SPY_THREAD: Final = re.compile(r'Thread (?:0x[0-9A-Fa-f]+|\d+) \((.*?)\)(?:: "(.*)")?')
-_SPY_FRAME: Final = re.compile(r"    (\S.*) \((.+?)(?::(\d+))?\)")
+class _SpyFrame(Struct):
+    name: str
+    filename: str
+    line: int = 0
+
+
+class _SpyThread(Struct):
+    thread_id: int
+    thread_name: str | None
+    frames: list[_SpyFrame]
 
 
 def parse_py_spy(text: str) -> tuple[ThreadStack, ...]:
-    """Read what `py-spy dump` has written; the main thread becomes the last one."""
-    threads: list[ThreadStack] = []
-    for line in text.splitlines():
-        if match := _SPY_THREAD.fullmatch(line):
-            threads.append(ThreadStack(_clean(match[2] or match[1]), ()))
-        elif threads and (match := _SPY_FRAME.fullmatch(line)):
-            last = threads[-1]
-            frame = _frame(match[2], match[3] or "0", match[1])
-            threads[-1] = ThreadStack(last.name, (*last.frames, frame)[:_FRAMES_MAX])
-    threads = threads[:_THREADS_MAX]
+    """Read what `py-spy dump --json` has written; the main thread becomes the last one."""
+    try:
+        found = msgspec.json.decode(text, type=list[_SpyThread])
+    except (msgspec.MsgspecError, UnicodeError):
+        return ()  # it is no such text
+    threads = [
+        ThreadStack(
+            _clean(thread.thread_name or f"{thread.thread_id:#x}"),
+            tuple(
+                StackFrame(_clean(frame.filename), frame.line, _clean(frame.name))
+                for frame in thread.frames[:_FRAMES_MAX]
+            ),
+        )
+        for thread in found[:_THREADS_MAX]
+    ]
     return tuple(sorted(threads, key=lambda thread: thread.name == "MainThread"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from typing import Any
@@ -123,17 +124,24 @@ def test_a_text_of_this_interpreter() -> None:
 
 
 def test_a_text_of_py_spy() -> None:
-    text = (  # as `py-spy dump --full-filenames` prints it
-        "Process 12: python train.py\n"
-        "Python v3.12.1 (/usr/bin/python3.12)\n\n"
-        'Thread 12 (active): "MainThread"\n'
-        "    Work.wait (/usr/lib/python3.12/site-packages/torch/c10d.py:2810)\n"
-        "    <module> (/home/user/train.py:20)\n"
-        'Thread 15 (idle): "worker (1)"\n'
-        "    wait (threading.py:355)\n"
-    )
-    other, main = parse_py_spy(text)
-    assert other == ThreadStack("worker (1)", (StackFrame("threading.py", 355, "wait"),))
+    def frame(name: str, file: str, line: int) -> dict[str, object]:
+        return {"name": name, "filename": file, "module": None, "line": line, "is_entry": True}
+
+    found = [  # as `py-spy dump --json` prints it
+        {
+            "pid": 12,
+            "thread_id": 31,
+            "thread_name": "MainThread",
+            "active": True,
+            "frames": [
+                frame("Work.wait", "/usr/lib/python3.12/site-packages/torch/c10d.py", 2810),
+                frame("<module>", "/home/user/train.py", 20),
+            ],
+        },
+        {"thread_id": 32, "thread_name": None, "frames": [frame("wait", "threading.py", 355)]},
+    ]
+    other, main = parse_py_spy(json.dumps(found))
+    assert other == ThreadStack("0x20", (StackFrame("threading.py", 355, "wait"),))
     assert [str(frame) for frame in main.frames] == [
         'File "/usr/lib/python3.12/site-packages/torch/c10d.py", line 2810 in Work.wait',
         'File "/home/user/train.py", line 20 in <module>',

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elastic_aio.agent.oom import OomCounts
 from elastic_aio.aio import run_in_thread
 from elastic_aio.logs.log_file import read_end
 from elastic_aio.logs.paths import StreamPlan, WorkerLogs
@@ -33,11 +32,11 @@ from elastic_aio.reasons import (
     reason_of,
 )
 from elastic_aio.text import counted, format_duration, one_line
-from elastic_aio.watch.deadlines import WorkerReport
 from elastic_aio.worker.errorfile import ERROR_FILE_MAX, NEAR_S, is_of_program, parse_error_file
 
 if TYPE_CHECKING:
     from elastic_aio.process.calls import CallResult
+    from elastic_aio.watch.deadlines import WorkerReport  # most jobs have no reports
 
 _TAIL_BYTES = 64 * 1024
 # Bytes in which the beginnings of long lines are looked for.
@@ -99,6 +98,11 @@ class WorkerRecord(Struct):
     hung_at: float = 0.0
     is_lost_peer: bool = False
     notes: tuple[str, ...] = ()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not exited."""
+        return self.exit is None
 
     @property
     def is_victim(self) -> bool:
@@ -496,3 +500,68 @@ def mount_point(path: str) -> str:
     while not os.path.ismount(directory):
         directory = os.path.dirname(directory)
     return directory
+
+
+# ------------------------------------------------------------------- the OOM killer
+
+
+class OomCounts(Struct, frozen=True):
+    """The kernel's counters at one time; None where the host has none.
+
+    Attributes:
+        group: of this control group and those below it.
+        host: of the whole host.
+    """
+
+    group: int | None = None
+    host: int | None = None
+
+    @classmethod
+    def read(cls) -> OomCounts:
+        """Read the counters."""
+        return cls(_group_count(), _count("/proc/vmstat"))
+
+    def kills_until(self, later: OomCounts) -> str:
+        """Return what was killed between this time and a later one; empty if nothing was."""
+        for what, before, after in (
+            ("this control group", self.group, later.group),
+            ("this host", self.host, later.host),
+        ):
+            if before is not None and after is not None and after > before:
+                processes = counted(after - before, "process", "processes")
+                return f"the kernel has killed {processes} of {what} during this attempt"
+        return ""
+
+
+def _group_count() -> int | None:
+    """Read `memory.events` (cgroup v2) or `memory.oom_control` (v1)."""
+    groups = [line.split(":", 2) for line in _lines("/proc/self/cgroup")]
+    for _, controllers, path in (group for group in groups if len(group) == 3):
+        if controllers == "":
+            name = "memory.events"
+            parents = [f"/sys/fs/cgroup{path}", f"/sys/fs/cgroup/unified{path}", "/sys/fs/cgroup"]
+        elif "memory" in controllers.split(","):
+            name = "memory.oom_control"
+            parents = [f"/sys/fs/cgroup/memory{path}", "/sys/fs/cgroup/memory"]
+        else:
+            continue
+        for parent in parents:
+            count = _count(os.path.join(parent, name))
+            if count is not None:
+                return count
+    return None
+
+
+def _count(path: str) -> int | None:
+    values = (line[9:] for line in _lines(path) if line.startswith("oom_kill "))
+    value = next(values, "")  # none if this cgroup version is not mounted here
+    return int(value) if value.isdecimal() else None
+
+
+def _lines(path: str) -> list[str]:
+    """Return the lines of a file of the kernel; none if it cannot be read."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return file.read().decode("utf-8", "replace").splitlines()
+    except OSError:
+        return []

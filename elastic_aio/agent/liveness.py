@@ -1,57 +1,47 @@
-"""The workers of a job that are silent for too long: reported, examined, and passed on.
+"""The channel by which the workers of a job report, and the watchdog of those that are silent.
 
-The workers report through the sockets of `notify_sockets`, of which `liveness_table` decides, or
-acquire `timers`.  A missed deadline is an event at once.  Then the stacks of all workers are read,
-before anything ends them, and by the policy of the job the attempt fails.
+A worker inherits one end of a pair of datagram sockets, so that the other end tells which worker
+a message is from.  Its end does not block: a message is dropped, with an error of the write,
+when the launcher does not read (as bash shows).  Datagram sockets raise no SIGPIPE.
 
-Without a deadline no timer runs here: an idle job causes no wake-up.  A success begins one, for
-the workers that still run; so does the success of all workers of another node.
+The socket with an address is for programs that know `NOTIFY_SOCKET` only.  The kernel tells the
+sender's pid there (SO_PASSCRED of unix(7)).
+
+The watchdog is loaded by the first message, or by a limit or a timer of the job.  Without, no timer
+runs here: an idle job causes no wake-up.  A success begins one, for the workers that still run; so
+does the success of all workers of another node.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager
-from dataclasses import replace
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from elastic_aio.agent.failures import WorkerRecord
-from elastic_aio.agent.notify_sockets import PERIOD_S, NotifySockets
-from elastic_aio.aio import PausableClock, cancel_and_wait, create_task, run_in_thread
-from elastic_aio.errors import HostError
-from elastic_aio.events import (
-    DeadlineMissed,
-    Event,
-    StacksDumped,
-    WorkerActivity,
-    WorkerReady,
-    WorkersIdle,
-    WorkersUnfinished,
-)
+from elastic_aio.aio import PausableClock, cancel_and_wait, create_task
+from elastic_aio.errors import HostError, SpawnError
+from elastic_aio.events import Event
+from elastic_aio.process import proc
 from elastic_aio.process.tree import ProcessTree
-from elastic_aio.spec.liveness import LivenessSpec
+from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.liveness import UNFINISHED_S, LivenessSpec
 from elastic_aio.spec.stop import StopPlan
 from elastic_aio.text import error_reason
-from elastic_aio.watch.deadlines import LivenessTable, MissedDeadline
 
-if TYPE_CHECKING:  # its patterns take time, and most jobs need none
-    from elastic_aio.agent.timers import JobTimers
+if TYPE_CHECKING:
     from elastic_aio.stacks import StackDump
+    from elastic_aio.watch.watchdog import Watchdog
 
 _DUMP_S = 2.0
 """Seconds that the stacks may take."""
 _SHORT_STOP_S = 1.0
 """Seconds below which a stop has no time for them."""
-_SAMPLES = 4
-"""How often the workers are looked at within `idle_report`."""
-_IDLE_SHARE = 0.01
-"""The share of a CPU that an idle worker may use: libraries have threads that look around."""
-
-OnHung = Callable[[int, str], None]
-"""Called with the local rank of a worker that has missed a deadline, and with the reason."""
 
 
 class Liveness:
@@ -59,45 +49,49 @@ class Liveness:
 
     def __init__(
         self,
-        spec: LivenessSpec,
+        spec: LaunchSpec,
         clock: PausableClock,
         publish: Callable[[Event], None],
+        tree: Callable[[], ProcessTree],
+        directory: Callable[[int], str | None],
         *,
-        directory: Callable[[int], str | None] = lambda attempt: None,
+        unfinished_after: float = UNFINISHED_S,
     ) -> None:
         """Prepare; nothing is opened yet.
 
         Args:
-            spec: the limits.
-            clock: measures them; they stand still while the job is suspended.
+            spec: the job.
+            clock: measures its limits; they stand still while the job is suspended.
             publish: called with every event.
+            tree: returns all processes of the job.
             directory: returns the log directory of an attempt; None for none.
+            unfinished_after: seconds after the first success, after which workers that run are
+                reported.
         """
         self.on_agreed: Callable[[int, int], None] = lambda attempt, change: None
         """Called with the attempt, and the number of a change to which all its workers agree."""
-        self._agreed_change = -1
+        self.peers_finished = 0
+        """How many workers of other nodes have finished, as far as is known."""
         self._spec = spec
         self._clock = clock
         self._publish = publish
+        self._tree = tree
         self._directory = directory
-        self._table = LivenessTable(spec)
         # A message may be noticed late by an eighth of a limit.
-        period = min([PERIOD_S, *(limit / 8 for limit in spec.deadlines)])
-        self._sockets = NotifySockets(self._on_message, period=period)
+        period = min([PERIOD_S, *(limit / 8 for limit in spec.liveness.deadlines)])
+        self._sockets = NotifySockets(self._on_message, self._worker_of_session, period=period)
+        self._watchdog: Watchdog | None = None
         self._records: Mapping[int, WorkerRecord] = {}
         self._attempt = 0
-        self._on_hung: OnHung = lambda local_rank, why: None
+        self._on_hung: Callable[[int, str], None] = lambda local_rank, why: None
+        self._on_stuck: Callable[[int], None] = lambda local_rank: None
         self._is_stopping = False
-        self._alarm: asyncio.TimerHandle | None = None
-        self._alarm_at = 0.0
-        self._missed: list[MissedDeadline] = []
-        self._task: asyncio.Task[None] | None = None
-        self._idle: asyncio.Task[None] | None = None
-        self._dumping = asyncio.Lock()
-        self._timers: JobTimers | None = None
+        self._succeeded_at: float | None = None
+        self._unfinished_after = unfinished_after
+        self._unfinished: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
-        return f"<Liveness of attempt {self._attempt}, {self._table!r}>"
+        return f"<Liveness of attempt {self._attempt}, {self._watchdog or 'no watchdog'}>"
 
     @property
     def address(self) -> str:
@@ -107,82 +101,136 @@ class Liveness:
     @property
     def timer_file(self) -> str:
         """The pipe of the timers; empty without timers."""
-        return "" if self._timers is None else self._timers.path
+        pipe = None if self._watchdog is None else self._watchdog.pipe
+        return "" if pipe is None else pipe.path
 
-    def open(self, tree: ProcessTree, timers: bool | str) -> None:
+    def open(self) -> None:
         """Open what the workers write to, besides their own sockets.
 
-        Args:
-            tree: all processes of the job.
-            timers: whether workers may acquire timers, or the path of the pipe for them.
-
         Raises:
-            HostError: no descriptor is left, or the pipe cannot be made.
+            HostError: no descriptor is left, or the pipe of the timers cannot be made.
         """
-        if self._spec.deadlines:
-            self._sockets.find_worker = self._worker_of_session
+        spec = self._spec
+        if spec.liveness != LivenessSpec() or spec.uninterruptible_timeout is not None:
+            self._loaded()
+        if spec.liveness.deadlines:
             try:
                 self._sockets.open_address()
             except OSError as error:
                 raise HostError(f"cannot listen to the workers: {error_reason(error)}") from error
-        if timers:
-            # Imported here: most jobs have none.
-            from elastic_aio.agent.timers import JobTimers
+        if spec.timers:
+            self._loaded().open_timers(spec.timers)
 
-            self._timers = JobTimers(self._clock, tree, self._publish, self.dump)
-            self._timers.open(timers)
+    def _loaded(self) -> Watchdog:
+        """Return the watchdog, loaded now if it was not before."""
+        if self._watchdog is None:
+            from elastic_aio.watch.watchdog import Watchdog
+
+            watchdog = self._watchdog = Watchdog(
+                self._spec.liveness,
+                self._clock,
+                self._publish,
+                self._tree,
+                directory=self._directory,
+                read_messages=self._sockets.read_all,
+                on_agreed=lambda attempt, change: self.on_agreed(attempt, change),
+                on_hung=lambda local_rank, why: self._on_hung(local_rank, why),
+                on_stuck=lambda local_rank: self._on_stuck(local_rank),
+                unfinished_after=self._unfinished_after,
+            )
+            watchdog.begin_attempt(self._attempt, self._records)
+            for local_rank in self._sockets.local_ranks:
+                watchdog.add(local_rank)
+            if self._is_stopping:
+                watchdog.end_deadlines()
+            if self._succeeded_at is not None:
+                watchdog.on_success(self._succeeded_at, self.peers_finished)
+        return self._watchdog
 
     # ------------------------------------------------------------ an attempt
 
     def begin_attempt(self, attempt: int, records: Mapping[int, WorkerRecord]) -> None:
         """Forget the former attempt; `records` will be the workers of this one."""
-        self._attempt = attempt
-        self._records = records
+        self._attempt, self._records = attempt, records
         self._is_stopping = False
-        self._missed.clear()
-        self._table.clear()
-        self._agreed_change = -1
-        if self._timers is not None:
-            self._timers.begin_attempt(attempt, records)
+        self._succeeded_at, self.peers_finished = None, 0
+        if self._watchdog is not None:
+            self._watchdog.begin_attempt(attempt, records)
 
-    def watch(self, on_hung: OnHung) -> None:
-        """Call `on_hung` for each worker that misses a deadline, once all have been examined."""
-        self._on_hung = on_hung
-        if self._spec.idle_report is not None:
-            self._idle = create_task(self._watch_idle(self._spec.idle_report), name="idle workers")
+    def watch(self, on_hung: Callable[[int, str], None], on_stuck: Callable[[int], None]) -> None:
+        """Watch the workers of the attempt.
 
-    def open_worker(self, local_rank: int) -> AbstractContextManager[int]:
-        """Begin the deadlines of a worker that is being spawned; see `NotifySockets`."""
-        self._table.add(local_rank, self._clock.now())
-        self._set_alarm(self._table.deadline_of(local_rank))
-        return self._sockets.open_worker(local_rank)
+        Args:
+            on_hung: called with the local rank of each worker that misses a deadline, and the
+                reason, once all have been examined.
+            on_stuck: called with the local rank of the first that is in an uninterruptible
+                system call for too long.
+        """
+        self._on_hung, self._on_stuck = on_hung, on_stuck
+        if self._watchdog is not None:
+            self._watchdog.start_polls(self._spec.uninterruptible_timeout)
+
+    @contextmanager
+    def open_worker(self, local_rank: int) -> Iterator[int]:
+        """Begin the deadlines of a worker that is being spawned; the value is what it inherits.
+
+        Raises:
+            SpawnError: no descriptor is left.
+        """
+        with self._sockets.open_worker(local_rank) as descriptor:
+            if self._watchdog is not None:
+                self._watchdog.add(local_rank)
+            yield descriptor
 
     def on_started(self, record: WorkerRecord) -> None:
         """Note that a worker has been started, which may have reported already."""
-        record.report = self._table.workers.get(record.ranks.local_rank)
-        if record.report is not None and record.report.ready_at is not None:
-            self._report_ready(record)
+        if self._watchdog is not None:
+            self._watchdog.on_started(record)
 
     def on_exited(self, local_rank: int, *, is_success: bool) -> None:
         """Read the last messages of a worker that has exited, and end its deadlines."""
         self._sockets.close_worker(local_rank)
-        if self._table.remove(local_rank, self._clock.now(), is_success=is_success):
-            self._set_alarm(self._table.next_deadline)
-        self._note_agreement()
+        if self._watchdog is not None:
+            self._watchdog.on_exited(local_rank, is_success=is_success)
+        elif is_success:
+            self._note_success(self._clock.now())
+
+    def _note_success(self, at: float) -> None:
+        if self._succeeded_at is None or at < self._succeeded_at:
+            self._succeeded_at = at
+            if self._unfinished is not None:
+                self._unfinished.cancel()
+            delay = max(0.0, at + self._unfinished_after - self._clock.now())
+            loop = asyncio.get_running_loop()
+            self._unfinished = loop.call_later(delay, self._on_unfinished)
+
+    def _on_unfinished(self) -> None:
+        self._unfinished = None
+        if self._sockets.local_ranks and self._succeeded_at is not None and not self._is_stopping:
+            self._loaded()  # which reports them
 
     def on_peers_finished(self, workers: int, ago: float) -> None:
         """Note that so many workers of other nodes have finished, the first `ago` seconds ago."""
-        self._table.note_peers(workers, self._clock.now() - ago)
-        self._set_alarm(self._table.next_deadline)
+        self.peers_finished = workers
+        at = self._clock.now() - ago
+        if self._watchdog is not None:
+            self._watchdog.on_success(at, workers)
+        else:
+            self._note_success(at)
 
     def end_deadlines(self) -> None:
         """End all deadlines: the workers are being stopped.  Idempotent."""
         self._is_stopping = True
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
-        if self._idle is not None:
-            self._idle.cancel()
+        if self._unfinished is not None:
+            self._unfinished.cancel()
+            self._unfinished = None
+        if self._watchdog is not None:
+            self._watchdog.end_deadlines()
+
+    async def end_polls(self) -> None:
+        """Look at the workers no more.  Idempotent; safe to call again after cancellation."""
+        if self._watchdog is not None:
+            await self._watchdog.end_polls()
 
     def close_workers(self) -> None:
         """Close the sockets of the workers: no process of the attempt is left.  Idempotent."""
@@ -192,155 +240,21 @@ class Liveness:
         """Close everything.  Idempotent; safe to call again after cancellation."""
         self.end_deadlines()
         self._sockets.close()
-        if self._timers is not None:
-            await self._timers.aclose()
-        if tasks := [task for task in (self._task, self._idle) if task is not None]:
-            await cancel_and_wait(tasks)
+        if self._watchdog is not None:
+            await self._watchdog.aclose()
 
-    # -------------------------------------------------------------- messages
+    def _on_message(self, local_rank: int, message: bytes) -> None:
+        self._loaded().on_message(local_rank, message)
 
     def _worker_of_session(self, session: int) -> int | None:
         records = self._records.items()
         return next((rank for rank, record in records if record.pid == session), None)
 
-    def _on_message(self, local_rank: int, message: bytes) -> None:
-        has_become_ready = self._table.feed(local_rank, message, self._clock.now())
-        if has_become_ready and (record := self._records.get(local_rank)) is not None:
-            self._report_ready(record)
-        self._set_alarm(self._table.deadline_of(local_rank))
-        self._note_agreement()
-
-    def _note_agreement(self) -> None:
-        if self._agreed_change != self._table.agreed_change:
-            self._agreed_change = self._table.agreed_change
-            self.on_agreed(self._attempt, self._agreed_change)
-
-    def _report_ready(self, record: WorkerRecord) -> None:
-        self._publish(
-            WorkerReady(
-                attempt=self._attempt,
-                rank=record.ranks.rank,
-                local_rank=record.ranks.local_rank,
-                pid=record.pid,
-                duration=time.monotonic() - record.started_at,
-            )
-        )
-
-    # ------------------------------------------------------------- deadlines
-
-    def _set_alarm(self, deadline: float | None) -> None:
-        """Set the alarm, unless it is set to an earlier time already: then it is set again."""
-        if deadline is None or self._is_stopping:
-            return
-        if self._alarm is not None:
-            if self._alarm_at <= deadline:
-                return
-            self._alarm.cancel()
-        self._alarm_at = deadline
-        delay = max(0.0, deadline - self._clock.now())
-        self._alarm = asyncio.get_running_loop().call_later(delay, self._on_alarm)
-
-    def _on_alarm(self) -> None:
-        self._alarm = None
-        self._sockets.read_all()  # a message may be there since before the deadline
-        missed = [
-            item
-            for item in self._table.expire(self._clock.now())
-            if (record := self._records.get(item.local_rank)) is None or record.exit is None
-        ]
-        for item in missed:
-            self._report(item)
-        if seconds := self._table.take_skew(self._clock.now()):
-            self._report_skew(seconds)
-        self._missed += missed
-        if self._missed and (self._task is None or self._task.done()):
-            self._task = create_task(self._examine(), name="silent workers")
-        self._set_alarm(self._table.next_deadline)
-
-    def _report(self, item: MissedDeadline) -> None:
-        record = self._records.get(item.local_rank)
-        if record is not None and self._spec.on_timeout == "fail" and not record.hang:
-            record.hang, record.hung_at = item.reason, time.time()
-        self._publish(
-            DeadlineMissed(
-                attempt=self._attempt,
-                rank=-1 if record is None else record.ranks.rank,
-                local_rank=item.local_rank,
-                pid=0 if record is None else record.pid,
-                deadline=item.kind,
-                limit=item.limit,
-                age=item.age,
-                why=item.reason,
-                step=item.step,
-                phase=item.phase,
-                status=item.status,
-            )
-        )
-
-    def _report_skew(self, seconds: float) -> None:
-        exits = {record.ranks.rank: record.exit for record in self._records.values()}
-        finished = sum(end is not None and end.status.is_success for end in exits.values())
-        ranks = [record.ranks for record in self._records.values()]
-        self._publish(
-            WorkersUnfinished(
-                attempt=self._attempt,
-                seconds=seconds,
-                finished=finished + self._table.peers_finished,
-                running=tuple(sorted(rank for rank, end in exits.items() if end is None)),
-                world_size=max(
-                    (one.world_size for one in ranks if one.group_world_size > 1), default=0
-                ),
-            )
-        )
-
-    async def _examine(self) -> None:
-        """Read the stacks of all workers once for each group of missed deadlines."""
-        while self._missed and not self._is_stopping:
-            first, attempt = self._missed[0], self._attempt
-            record = self._records.get(first.local_rank)
-            worker = f"rank {record.ranks.rank}" if record else f"local rank {first.local_rank}"
-            await self.dump(f"{worker}: {first.reason}")
-            self._missed.clear()  # the dump has the stacks of all that were missed meanwhile
-            if self._spec.on_timeout == "fail" and attempt == self._attempt:
-                self._on_hung(first.local_rank, first.reason)
-
     # ----------------------------------------------------------------- dumps
 
     async def dump(self, reason: str) -> StackDump:
-        """Read the stacks of all workers of the present attempt, for two seconds at most.
-
-        They go to `stacks.txt` in the directory of the attempt, to an event, and to the
-        failures of the workers.
-
-        Cancellation: leaves a thread running, which ends by itself.
-
-        Args:
-            reason: why, for people.
-        """
-        # Imported here: most jobs need none.
-        from elastic_aio.stacks import StackDump
-        from elastic_aio.watch.forensics import Target, read_stacks
-
-        async with self._dumping:
-            self._sockets.read_all()
-            attempt, records = self._attempt, self._running()
-            targets = [
-                Target(record.ranks.rank, record.ranks.local_rank, record.pid, reported(record))
-                for record in records
-            ]
-            targets.sort(key=lambda target: target.rank)
-            workers = await run_in_thread(read_stacks, targets, daemon=True)
-            dump = StackDump(time.time(), attempt, reason, workers)
-            if (directory := self._directory(attempt)) is not None:
-                path = os.path.join(directory, "stacks.txt")
-                dump = await run_in_thread(_write, dump, path, daemon=True)
-        where = f" ({dump.path})" if dump.path else ""
-        for record in records:
-            record.notes = (f"stacks: {dump.summary}{where}",)
-        self._publish(
-            StacksDumped(attempt=attempt, why=reason, summary=dump.summary, path=dump.path)
-        )
-        return dump
+        """Read the stacks of all workers of the present attempt (see `Watchdog.dump`)."""
+        return await self._loaded().dump(reason)
 
     @asynccontextmanager
     async def stopping(self, plan: StopPlan) -> AsyncIterator[None]:
@@ -360,89 +274,209 @@ class Liveness:
             return
         waited = seconds - min(_DUMP_S, seconds / 2)
         await self._clock.sleep(waited)
-        if self._running():
+        if any(record.is_running for record in self._records.values()):
             await self.dump(f"still running {waited:g} s after the stop began")
 
-    def _running(self) -> list[WorkerRecord]:
-        return [record for record in self._records.values() if record.exit is None]
 
-    # -------------------------------------------------------------- idleness
+# ----------------------------------------------------------------------- the sockets
 
-    async def _watch_idle(self, seconds: float) -> None:
-        """Report once that all workers are idle, and again after one of them was busy."""
-        from elastic_aio.watch.forensics import read_activity
+PERIOD_S = 1.0
+"""Seconds after which a socket is read again."""
+_MESSAGE_BYTES = 4097
+"""Bytes that are read of a message: by one more than it may have."""
+_BURST = 512
+"""Messages of one worker that are read at a time; the kernel keeps fewer."""
+_PERIOD_MAX = 1024
+"""Messages of all workers that are read at the end of a period."""
+_ANCESTORS_MAX = 16
+_CREDENTIALS = struct.Struct("3i")  # struct ucred of unix(7)
 
-        since, has_reported = self._clock.now(), False
-        former: dict[int, tuple[int, int]] = {}
-        while True:
-            now = self._clock.now()
-            pids = [record.pid for record in self._running()]
-            present = await run_in_thread(read_activity, pids, daemon=True)
-            if not present or not _is_idle(former, present, seconds / _SAMPLES):
-                since, has_reported = now, False
-            elif now - since >= seconds and not has_reported:
-                has_reported = True
-                await self._report_idle(seconds)
-                # The workers have written their stacks: that was no work.
-                present = await run_in_thread(read_activity, pids, daemon=True)
-            former = present
-            # The kernel reports no idleness to other processes.
-            await self._clock.sleep(seconds / _SAMPLES)
 
-    async def _report_idle(self, seconds: float) -> None:
-        dump = await self.dump(f"no worker has been busy for {seconds:g} s")
-        self._publish(
-            WorkersIdle(
-                attempt=self._attempt,
-                seconds=seconds,
-                workers=tuple(
-                    WorkerActivity(
-                        rank=worker.rank,
-                        local_rank=worker.local_rank,
-                        pid=worker.pid,
-                        state=worker.state,
-                        syscall=worker.syscall,
-                        wchan=worker.wchan,
-                        reported=worker.status,
-                    )
-                    for worker in dump.workers
-                ),
+class NotifySockets:
+    """The sockets of one job on this host; must be closed.
+
+    A socket that has been read is read again after a period, until it is empty twice: workers that
+    report every second would cause as many wake-ups, and any process of the job may write without
+    end.  The first message after such a pause is read at once.
+    """
+
+    def __init__(
+        self,
+        on_message: Callable[[int, bytes], None],
+        find_worker: Callable[[int], int | None],
+        *,
+        period: float,
+    ) -> None:
+        """Begin without sockets.
+
+        Args:
+            on_message: called with local rank and content of each message.
+            find_worker: returns the local rank of the worker that leads a session.
+            period: seconds after which a socket is read again.
+        """
+        self.address = ""
+        """The address for `NOTIFY_SOCKET`; empty before `open_address`."""
+        self._on_message = on_message
+        self._find_worker = find_worker
+        self._period = period
+        self._ends: dict[int, int] = {}  # descriptors by local rank
+        self._shared: socket.socket | None = None
+        self._readers: dict[int, Callable[[int], int]] = {}  # by descriptor
+        # Descriptors, in the order in which they are read; True: it was empty the last time.
+        self._paused: dict[int, bool] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"<NotifySockets of {len(self._ends)} workers>"
+
+    @property
+    def local_ranks(self) -> list[int]:
+        """The workers whose sockets are open."""
+        return [*self._ends]
+
+    def open_address(self) -> None:
+        """Open the socket with an address, an abstract one: nothing is left of it.
+
+        Raises:
+            OSError: no descriptor is left.
+        """
+        shared = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        try:
+            shared.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            shared.bind("")  # the kernel chooses the address
+        except OSError:
+            shared.close()
+            raise
+        self._shared = shared
+        self.address = "@" + shared.getsockname()[1:].decode("ascii")
+        self._add_reader(shared.fileno(), partial(self._read_shared, shared))
+
+    @contextmanager
+    def open_worker(self, local_rank: int) -> Iterator[int]:
+        """Open the sockets of a worker that is being spawned; the value is what it inherits.
+
+        Raises:
+            SpawnError: no descriptor is left.
+        """
+        try:
+            own, theirs = socket.socketpair(
+                socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
             )
-        )
+        except OSError as error:
+            message = f"cannot open the socket for its messages: {error_reason(error)}"
+            raise SpawnError(message, permanent=False, exit_code=1) from error
+        with theirs:
+            descriptor = self._ends[local_rank] = own.detach()
+            self._add_reader(descriptor, partial(self._read, local_rank, descriptor))
+            try:
+                yield theirs.fileno()
+            except BaseException:  # a cancellation too
+                self.close_worker(local_rank)
+                raise
 
+    def close_worker(self, local_rank: int) -> None:
+        """Read what a worker has sent last, and close its socket.  Idempotent."""
+        descriptor = self._ends.get(local_rank)
+        if descriptor is not None:
+            self._read(local_rank, descriptor, _BURST)
+            self._remove_reader(descriptor)
+            os.close(descriptor)
+            del self._ends[local_rank]
 
-def reported(record: WorkerRecord) -> str:
-    """Return what a worker has reported last, for people; empty if it has reported nothing."""
-    report = record.report
-    if report is None:
-        return ""
-    parts = [
-        f"step {report.step}" if report.step else "",
-        f"phase {report.phase!r}" if report.phase else "",
-        report.status,
-    ]
-    return ", ".join(filter(None, parts))
+    def close_workers(self) -> None:
+        """Close the sockets of all workers.  Idempotent."""
+        for local_rank in [*self._ends]:
+            self.close_worker(local_rank)
 
+    def close(self) -> None:
+        """Close all sockets.  Idempotent."""
+        self.close_workers()
+        if self._shared is not None:
+            self._remove_reader(self._shared.fileno())
+            self._shared.close()
+            self._shared = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-def _is_idle(
-    former: Mapping[int, tuple[int, int]], present: Mapping[int, tuple[int, int]], seconds: float
-) -> bool:
-    """Return whether the same processes have used almost no CPU time and written nothing."""
-    if former.keys() != present.keys():
-        return False
-    limit = _IDLE_SHARE * seconds * os.sysconf("SC_CLK_TCK")
-    changes: Iterable[tuple[int, int]] = (
-        (present[pid][0] - former[pid][0], present[pid][1] - former[pid][1]) for pid in present
-    )
-    return all(ticks <= limit and written == 0 for ticks, written in changes)
+    def read_all(self) -> None:
+        """Read what has arrived: the event loop may have been blocked since."""
+        for read in [*self._readers.values()]:
+            read(_BURST)
 
+    def _add_reader(self, descriptor: int, read: Callable[[int], int]) -> None:
+        self._readers[descriptor] = read
+        asyncio.get_running_loop().add_reader(descriptor, self._on_readable, descriptor)
 
-def _write(dump: StackDump, path: str) -> StackDump:
-    """Append a dump to a file; return the dump with its path, if that was possible."""
-    when = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(dump.time))
-    try:
-        with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(f"==== {when}, {dump}\n")
-    except OSError:
-        return dump  # the disk is full, or the directory was removed
-    return replace(dump, path=path)
+    def _remove_reader(self, descriptor: int) -> None:
+        asyncio.get_running_loop().remove_reader(descriptor)
+        del self._readers[descriptor]
+        self._paused.pop(descriptor, None)
+
+    def _on_readable(self, descriptor: int) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(descriptor)
+        self._paused[descriptor] = False
+        if self._timer is None:
+            self._timer = loop.call_later(self._period, self._on_period)
+        self._readers[descriptor](_BURST)
+
+    def _on_period(self) -> None:
+        """Read the sockets that have been read before; wait for those that are empty now."""
+        loop = asyncio.get_running_loop()
+        self._timer, left = None, _PERIOD_MAX
+        for descriptor, was_empty in [*self._paused.items()]:
+            if left <= 0:
+                break
+            count = self._readers[descriptor](min(_BURST, left))
+            left -= count
+            del self._paused[descriptor]
+            if count or not was_empty:
+                self._paused[descriptor] = not count
+            else:
+                loop.add_reader(descriptor, self._on_readable, descriptor)
+        if self._paused:
+            self._timer = loop.call_later(self._period, self._on_period)
+
+    def _read(self, local_rank: int, descriptor: int, limit: int) -> int:
+        """Read at most `limit` messages of a worker; return how many there were."""
+        for count in range(limit):
+            try:
+                message = os.read(descriptor, _MESSAGE_BYTES)
+            except OSError:  # there are no more; or an error of the peer, which this has cleared
+                return count
+            self._on_message(local_rank, message)
+        return limit
+
+    def _read_shared(self, shared: socket.socket, limit: int) -> int:
+        for count in range(limit):
+            try:
+                message, ancillary, _, _ = shared.recvmsg(
+                    _MESSAGE_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size)
+                )
+            except OSError:
+                return count
+            if (local_rank := self._sender(ancillary)) is not None:
+                self._on_message(local_rank, message)
+        return limit
+
+    def _sender(self, ancillary: list[tuple[int, int, bytes]]) -> int | None:
+        """Return the local rank of the worker that a message comes from, or from below it."""
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
+                pid, user, _ = _CREDENTIALS.unpack_from(data)
+                if user not in (0, os.geteuid()):
+                    return None
+                with suppress(OSError):
+                    return self._find_ancestor(pid)
+        return None
+
+    def _find_ancestor(self, pid: int) -> int | None:
+        for _ in range(_ANCESTORS_MAX):
+            process = proc.read_process(pid)
+            if process is None:
+                return None
+            if (local_rank := self._find_worker(process.session)) is not None:
+                return local_rank
+            pid = process.parent
+        return None

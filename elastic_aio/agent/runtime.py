@@ -134,9 +134,6 @@ class LocalRuntime:
         self._pid = os.getpid()
         self.program = Program(spec, partial(self._spawn_listed, spawner), overrides)
         self.master_ports = MasterPorts(spec, self._on_store_refused)
-        self.liveness = Liveness(
-            spec.liveness, self.clock, publish, directory=self._stacks_directory
-        )
         self.output = JobOutput(
             spec,
             run_id=run_id,
@@ -147,6 +144,8 @@ class LocalRuntime:
             on_pipes=self._keep_pipes,
             may_capture=overrides is None,
         )
+        directory = self.output.attempt_directory
+        self.liveness = Liveness(spec, self.clock, publish, lambda: self.tree, directory)
         self.exit_numbers = itertools.count()
         self.attempt = 0  # -1 once closed
         self._adopts_orphans = adopt_orphans
@@ -206,7 +205,7 @@ class LocalRuntime:
         )
         self._guardian.start()
         self.output.open(self._streams)
-        self.liveness.open(self._tree, self.spec.timers)
+        self.liveness.open()
         if self._adopts_orphans:
             self._tree.orphans.adopt()
         env = worker_env(self.spec, self.nproc, {job.marker: "1"})
@@ -339,9 +338,6 @@ class LocalRuntime:
 
             await remove_old_attempts(self.spec, self.output.directory, attempt)
         self.output.begin_attempt(attempt, group_rank)
-
-    def _stacks_directory(self, attempt: int) -> str | None:
-        return self.output.attempt_directory(attempt)
 
     # -------------------------------------------------------------- a worker
 

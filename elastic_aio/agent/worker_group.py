@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from elastic_aio.agent.failures import (
+    OomCounts,
     WorkerRecord,
     collect_failures,
     is_lost_peer_now,
     reason_now,
 )
-from elastic_aio.agent.liveness import reported
 from elastic_aio.agent.messages import StopReceived
-from elastic_aio.agent.oom import OomCounts
 from elastic_aio.agent.preflight import check_runnable
 from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.aio import cancel_and_wait, create_task, set_result_if_pending
@@ -41,7 +40,6 @@ from elastic_aio.spec.stop import StopPlan
 from elastic_aio.status import JobStatus
 
 if TYPE_CHECKING:
-    from elastic_aio.agent.uninterruptible import StuckWatch
     from elastic_aio.process.calls import CallResult
 
 # Seconds for which a stop waits for the worker that is being spawned: the fork server may be
@@ -106,7 +104,7 @@ class WorkerGroup:
         self._ranks = ranks
         self._on_exit = on_exit
         self._on_stuck = on_stuck
-        self._watch: StuckWatch | None = None
+        self._stuck: Failure | None = None
         self._on_hung = on_hung
         self._restarts = restarts
         self._round_number = round_number
@@ -140,13 +138,7 @@ class WorkerGroup:
         """
         try:
             check_runnable(self._runtime.spec)
-            if (timeout := self._runtime.spec.uninterruptible_timeout) is not None:
-                from elastic_aio.agent.uninterruptible import StuckWatch  # most jobs have no limit
-
-                runtime = self._runtime
-                self._watch = StuckWatch(runtime.host, self._on_stuck, runtime.liveness.dump)
-                self._watch.start(self.records, timeout)
-            self._runtime.liveness.watch(self._on_hung)
+            self._runtime.liveness.watch(self._on_hung, self._on_stuck_in_kernel)
             # In a task of its own: a stop can wait for the child that is being spawned.
             self._starting = create_task(self._spawn_all(), name=f"start {self.attempt}")
             await asyncio.wait([self._starting])
@@ -258,6 +250,14 @@ class WorkerGroup:
             reason=reason_now(record),
         )
 
+    def _on_stuck_in_kernel(self, local_rank: int) -> None:
+        """Fail: the worker holds what another attempt would need, and no signal ends it."""
+        record, timeout = self.records[local_rank], self._runtime.spec.uninterruptible_timeout
+        why = f"in an uninterruptible system call (state D) for {timeout:g} s"
+        message = f"process {record.pid} has been {why}"
+        self._stuck = self._failure_of(local_rank, record.pid, 1, message, record.notes)
+        self._on_stuck(self._stuck)
+
     # ------------------------------------------------------------------- stop
 
     def begin_stop(self, plan: StopPlan) -> None:
@@ -367,8 +367,7 @@ class WorkerGroup:
     async def _end_watches(self) -> None:
         if self._preparing is not None:
             await cancel_and_wait([self._preparing])
-        if self._watch is not None:
-            await self._watch.aclose()
+        await self._runtime.liveness.end_polls()
 
     def with_reports(self, status: JobStatus) -> JobStatus:
         """Return a status with what the workers have reported about themselves."""
@@ -383,7 +382,7 @@ class WorkerGroup:
                 worker = replace(
                     worker,
                     heartbeat=began + record.report.heartbeat_at,
-                    reported=reported(record),
+                    reported=str(report),
                     step=report.step,
                     step_since=None if report.step_at is None else began + report.step_at,
                 )
@@ -419,8 +418,8 @@ class WorkerGroup:
         statuses = {failure.local_rank: failure.status for failure in failures}
         if self.start_error is not None:
             failures = self._failure_to_start(self.start_error), *failures
-        if self._watch is not None and self._watch.failure is not None:
-            failures = self._watch.failure, *failures
+        if self._stuck is not None:
+            failures = self._stuck, *failures
         self.failures = failures
         return AttemptResult(
             number=self.attempt,
@@ -435,14 +434,27 @@ class WorkerGroup:
         )
 
     def _failure_to_start(self, error: SpawnError | HostError) -> Failure:
-        local_rank = error.local_rank if isinstance(error, SpawnError) else 0
+        if isinstance(error, SpawnError):
+            return self._failure_of(error.local_rank, None, error.exit_code, str(error))
+        return self._failure_of(0, None, 1, str(error))
+
+    def _failure_of(
+        self,
+        local_rank: int,
+        pid: int | None,
+        code: int,
+        message: str,
+        notes: tuple[str, ...] = (),
+    ) -> Failure:
+        """Return the failure of a worker that has not exited; it precedes all others."""
         return Failure(
             rank=self._ranks[local_rank].rank,
             local_rank=local_rank,
-            pid=None,
+            pid=pid,
             host=self._runtime.host,
-            status=ExitStatus(code=error.exit_code if isinstance(error, SpawnError) else 1),
+            status=ExitStatus(code=code),
             time=time.time(),
             order=-1,
-            message=str(error),
+            message=message,
+            notes=notes,
         )

@@ -8,6 +8,9 @@ from typing import Literal
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.checks import check_number, set_fields
 
+UNFINISHED_S = 60.0
+"""Seconds after the first success of a job, after which the workers that run are reported."""
+
 
 @dataclass(frozen=True, slots=True, init=False)
 class LivenessSpec:

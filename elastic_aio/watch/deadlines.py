@@ -1,6 +1,6 @@
-"""What the workers of an attempt have reported, and which of them is silent for too long; pure.
+"""The deadlines of an attempt: of workers that report, and of the timers they acquire; pure.
 
-The words are those of sd_notify(3), and five more::
+The words of a report are those of sd_notify(3), and five more::
 
     READY=1                  the worker has started up
     WATCHDOG=1               the worker is alive; WATCHDOG=trigger: it asks to be ended
@@ -19,11 +19,15 @@ process below a worker may write.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Iterator
+from typing import Protocol
 
 from msgspec import Struct, field
 
-from elastic_aio.spec.liveness import LivenessSpec
+from elastic_aio.outcome import ExitStatus
+from elastic_aio.ranks import WorkerRanks
+from elastic_aio.spec.liveness import UNFINISHED_S, LivenessSpec
 from elastic_aio.text import one_line
 
 MESSAGE_MAX = 4096
@@ -33,8 +37,7 @@ _STATUS_MAX = 200
 _STEP_MAX = 60
 _PHASES_MAX = 16
 _DIGITS_MAX = 15
-_REPORT_SKEW_S = 60.0
-"""Seconds after the first success, after which the workers that run are reported."""
+TIMERS_MAX = 16_384
 
 
 class Phase(Struct):
@@ -82,6 +85,44 @@ class WorkerReport(Struct):
         """The innermost phase; empty without one."""
         return self.phases[-1].name if self.phases else ""
 
+    def __str__(self) -> str:
+        """Return what the worker has reported last, for people; empty if that is nothing."""
+        step = f"step {self.step}" if self.step else ""
+        phase = f"phase {self.phase!r}" if self.phase else ""
+        return ", ".join(filter(None, (step, phase, self.status)))
+
+
+class WatchedWorker(Protocol):
+    """What the watch of a worker needs of it, and notes about it.
+
+    Attributes:
+        ranks: its ranks.
+        pid: its process id.
+        started_at: monotonic seconds.
+        expired_timer: which timer it has not released in time.
+        report: what it has reported; None if it was not asked to.
+        hang: which deadline it has missed, so that the attempt fails.
+        hung_at: Unix seconds of that.
+        notes: what is added to its failure.
+    """
+
+    ranks: WorkerRanks
+    pid: int
+    started_at: float
+    expired_timer: str
+    report: WorkerReport | None
+    hang: str
+    hung_at: float
+    notes: tuple[str, ...]
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not exited."""
+
+    @property
+    def status(self) -> ExitStatus:
+        """How it exited; unknown while it runs."""
+
 
 class _Deadline(Struct):
     at: float
@@ -115,22 +156,81 @@ class MissedDeadline(Struct, frozen=True):
     phase: str
 
 
-class LivenessTable:
-    """The workers of one attempt, by local rank."""
+class TimerRequest(Struct, frozen=True):
+    """A process acquires a timer, or releases it.
 
-    def __init__(self, spec: LivenessSpec) -> None:
-        """Begin without workers."""
+    Attributes:
+        pid: the process.
+        scope: name of the timer.
+        age: seconds since the request was written; 0 if that is not known.
+        left: seconds from now to the end of the timer; None releases it.
+        signal: what ends the process then; 0 or less leaves it alone.
+    """
+
+    pid: int
+    scope: str
+    age: float
+    left: float | None
+    signal: int
+
+
+class ExpiredTimer(Struct, frozen=True):
+    """A timer that was not released in time.
+
+    Attributes:
+        pid: the process that acquired it.
+        scope: its name.
+        age: seconds since it was acquired.
+        limit: seconds for which it was acquired.
+        signal: what ends the process; 0 leaves it alone.
+    """
+
+    pid: int
+    scope: str
+    age: float
+    limit: float
+    signal: int
+
+
+class _Timer(Struct):
+    pid: int
+    scope: str
+    acquired: float
+    at: float
+    signal: int
+
+
+class DeadlineTable:
+    """The deadlines of one attempt: of workers by local rank, of timers by process and scope.
+
+    Times are in seconds of one clock.
+    """
+
+    def __init__(self, spec: LivenessSpec, *, unfinished_after: float = UNFINISHED_S) -> None:
+        """Begin without workers and timers.
+
+        Args:
+            spec: the limits of workers.
+            unfinished_after: seconds after the first success, after which workers that run are
+                reported.
+        """
         self.workers: dict[int, WorkerReport] = {}
         self.agreed_change = -1
         """Number of the last pending change to which all workers that run agree; -1 for none."""
-        self._spec = spec
         self.peers_finished = 0
         """How many workers of other nodes have finished, as far as is known."""
+        self._spec = spec
+        self._unfinished_after = unfinished_after
         self._succeeded_at: float | None = None
-        self._has_reported = False
+        self._has_reported = self._is_stopping = False
+        self._timers: dict[int, dict[str, _Timer]] = {}
+        self._timer_count = 0
+        # By time; of the released ones there are not more than of the others, and a few.
+        self._heap: list[tuple[float, int, _Timer]] = []
+        self._serial = 0
 
     def __repr__(self) -> str:
-        return f"<LivenessTable of {len(self.workers)} workers>"
+        return f"<DeadlineTable of {len(self.workers)} workers, {self._timer_count} timers>"
 
     def add(self, local_rank: int, now: float) -> WorkerReport:
         """Add a worker that has been started."""
@@ -146,18 +246,13 @@ class LivenessTable:
             self._succeeded_at = now
         return is_first
 
-    def note_peers(self, workers: int, since: float) -> None:
-        """Note that so many workers of other nodes have finished, the first at `since`."""
-        self.peers_finished = workers
-        if self._succeeded_at is None or since < self._succeeded_at:
-            self._succeeded_at = since
+    def note_success(self, at: float) -> None:
+        """Note that a worker, perhaps of another node, has finished; the earliest time counts."""
+        self._succeeded_at = at if self._succeeded_at is None else min(at, self._succeeded_at)
 
-    def clear(self) -> None:
-        """Remove all workers."""
-        self.workers.clear()
-        self.peers_finished = 0
-        self.agreed_change = -1
-        self._succeeded_at, self._has_reported = None, False
+    def stop(self) -> None:
+        """End the deadlines of workers, which are being stopped; those of timers go on."""
+        self._is_stopping = True
 
     # -------------------------------------------------------------- messages
 
@@ -217,6 +312,73 @@ class LivenessTable:
                     report.step_at = now
                 return
 
+    # ---------------------------------------------------------------- timers
+
+    def take(self, request: TimerRequest, now: float) -> bool:
+        """Acquire a timer, again or for the first time, or release it; False if there are too many.
+
+        A release of no timer has no effect.
+        """
+        if request.left is None:
+            self._release(request.pid, request.scope)
+            return True
+        timers = self._timers.get(request.pid, {})
+        if request.scope not in timers:
+            if self._timer_count >= TIMERS_MAX:
+                return False
+            self._timer_count += 1
+        begin, end = now - request.age, now + request.left
+        timer = _Timer(request.pid, request.scope, begin, end, request.signal)
+        timers[request.scope] = timer
+        self._timers[request.pid] = timers
+        self._push(timer)
+        if len(self._heap) > 2 * self._timer_count + 64:  # mostly released ones
+            self._heap.clear()
+            for timer in [timer for timers in self._timers.values() for timer in timers.values()]:
+                self._push(timer)
+        return True
+
+    def _push(self, timer: _Timer) -> None:
+        self._serial += 1
+        heapq.heappush(self._heap, (timer.at, self._serial, timer))
+
+    def _release(self, pid: int, scope: str) -> None:
+        timers = self._timers.get(pid, {})
+        if timers.pop(scope, None) is not None:
+            self._timer_count -= 1
+            if not timers:
+                del self._timers[pid]
+
+    def _next_timer(self) -> _Timer | None:
+        while self._heap:
+            timer = self._heap[0][2]
+            if self._timers.get(timer.pid, {}).get(timer.scope) is timer:
+                return timer
+            heapq.heappop(self._heap)
+        return None
+
+    def expire_timers(self, now: float, limit: int = TIMERS_MAX) -> list[ExpiredTimer]:
+        """Remove and return the timers that have expired by `now`, `limit` at most.
+
+        Of each process it is one, the earliest that has a signal; its other timers are
+        removed too.
+        """
+        due: dict[int, list[_Timer]] = {}
+        for _ in range(limit):
+            if (timer := self._next_timer()) is None or timer.at > now:
+                break
+            self._release(timer.pid, timer.scope)
+            due.setdefault(timer.pid, []).append(timer)
+        expired = []
+        for pid, timers in due.items():
+            timer = next((timer for timer in timers if timer.signal > 0), timers[0])
+            age, allowed = now - timer.acquired, timer.at - timer.acquired
+            scope, signal = one_line(timer.scope), max(timer.signal, 0)
+            expired.append(ExpiredTimer(pid, scope, age, allowed, signal))
+            if signal:
+                self._timer_count -= len(self._timers.pop(pid, ()))
+        return expired
+
     # ------------------------------------------------------------- deadlines
 
     def deadline_of(self, local_rank: int) -> float | None:
@@ -226,8 +388,10 @@ class LivenessTable:
 
     @property
     def next_deadline(self) -> float | None:
-        """When the next deadline ends, or a report is due; None without one."""
-        return self._next_of(self.workers.values())
+        """When the next deadline or timer ends, or a report is due; None without one."""
+        ends = [self._next_of(self.workers.values())]
+        ends += [timer.at] if (timer := self._next_timer()) is not None else []
+        return min((end for end in ends if end is not None), default=None)
 
     def _next_of(self, reports: Iterable[WorkerReport]) -> float | None:
         ends = [item.at for report in reports for item in self._deadlines(report)]
@@ -237,9 +401,10 @@ class LivenessTable:
 
     @property
     def _report_at(self) -> float | None:
-        if self._succeeded_at is None or self._has_reported or not self.workers:
+        is_due = self.workers and not self._has_reported and not self._is_stopping
+        if self._succeeded_at is None or not is_due:
             return None
-        return self._succeeded_at + _REPORT_SKEW_S
+        return self._succeeded_at + self._unfinished_after
 
     def take_skew(self, now: float) -> float:
         """Return how long ago the first worker has succeeded, once a report is due; else 0."""
@@ -249,7 +414,7 @@ class LivenessTable:
         return now - self._succeeded_at
 
     def expire(self, now: float) -> list[MissedDeadline]:
-        """Return the deadlines that have ended by `now`, by time; each once."""
+        """Return the deadlines of workers that have ended by `now`, by time; each once."""
         found = []
         for local_rank, report in self.workers.items():
             due = [item for item in self._deadlines(report) if item.at <= now]
@@ -263,6 +428,8 @@ class LivenessTable:
         return [missed for _, missed in sorted(found, key=lambda pair: pair[0])]
 
     def _deadlines(self, report: WorkerReport) -> Iterator[_Deadline]:
+        if self._is_stopping:
+            return
         if report.is_triggered and "watchdog" not in report.missed:
             yield _Deadline(0.0, "watchdog", 0.0, report.heartbeat_at or report.started)
         for item in self._limits(report):

@@ -17,7 +17,6 @@ import shutil
 import subprocess
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
@@ -194,7 +193,7 @@ def _spy(pids: Sequence[int], deadline: float) -> dict[int, tuple[tuple[ThreadSt
 def _start_spy(program: str, pid: int) -> subprocess.Popen[str] | None:
     try:
         return subprocess.Popen(
-            [program, "dump", "--full-filenames", "--pid", str(pid)],
+            [program, "dump", "--json", "--pid", str(pid)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -216,7 +215,7 @@ def _spy_result(
         except subprocess.TimeoutExpired:
             spy.kill()
             return (), "py-spy takes too long"
-    threads = parse_py_spy(out[:_TEXT_MAX])
+    threads = parse_py_spy(out)
     return threads, "" if threads else f"py-spy: {one_line(err, 200) or 'no output'}"
 
 
@@ -259,23 +258,3 @@ def _text(pid: int, name: str) -> str:
         return (proc.read(pid, name) or b"").decode("ascii", "replace").strip()
     except OSError:
         return ""  # no descriptor is left
-
-
-# -------------------------------------------------------------------------------- idleness
-
-
-def read_activity(pids: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """Return the CPU time in ticks and the bytes written, of workers and their descendants.
-
-    By pid; a process that starts or ends changes the result.
-    """
-    found: dict[int, tuple[int, int]] = {}
-    for pid in pids:
-        with suppress(OSError):  # no descriptor is left
-            for each in (pid, *(process.pid for process in proc.iter_descendants(pid))):
-                fields = proc.read_stat(each)
-                if len(fields) > 12:
-                    written = (proc.read(each, "io") or b"").partition(b"wchar:")[2].split()
-                    bytes_written = int(written[0]) if written else 0
-                    found[each] = int(fields[11]) + int(fields[12]), bytes_written
-    return found

@@ -12,13 +12,13 @@ import pytest
 
 from elastic_aio.agent import failures
 from elastic_aio.agent.failures import (
+    OomCounts,
     WorkerRecord,
     collect_failures,
     is_lost_peer_now,
     mount_point,
     reason_now,
 )
-from elastic_aio.agent.oom import OomCounts
 from elastic_aio.logs.paths import StreamPlan, StreamTarget, WorkerLogs
 from elastic_aio.logs.trimmer import free_range
 from elastic_aio.outcome import ExitStatus, Failure, WorkerError

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from elastic_aio import ExitStatus, Failure, JobFailed, LaunchSpec, LogSpec, launch
-from elastic_aio.agent.failures import WorkerRecord, collect_failures
-from elastic_aio.agent.oom import OomCounts
+from elastic_aio.agent.failures import OomCounts, WorkerRecord, collect_failures
 from elastic_aio.logs.paths import plan_logs
 from elastic_aio.process.children import ChildExit
 from elastic_aio.ranks import NodeSize, assign_node_ranks

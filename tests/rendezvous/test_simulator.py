@@ -587,7 +587,7 @@ def test_nodes_learn_how_many_workers_of_others_have_finished() -> None:
 
     def known(node: SimNode) -> int:
         driver: Any = node.driver
-        return int(driver._runtime.liveness._table.peers_finished)
+        return int(driver._runtime.liveness.peers_finished)
 
     first.end_workers(0)
     sim.run(0.9)

@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_aio.spec.liveness import LivenessSpec
-from elastic_aio.watch.deadlines import MESSAGE_MAX, LivenessTable, WorkerReport
+from elastic_aio.watch.deadlines import MESSAGE_MAX, DeadlineTable, WorkerReport
 
 
-def table_of(**limits: Any) -> tuple[LivenessTable, WorkerReport]:
+def table_of(**limits: Any) -> tuple[DeadlineTable, WorkerReport]:
     """Return a table with worker 0, which was started at 100 s."""
-    table = LivenessTable(LivenessSpec(**limits))
+    table = DeadlineTable(LivenessSpec(**limits))
     return table, table.add(0, 100.0)
 
 
-def reasons(table: LivenessTable, now: float) -> list[str]:
+def reasons(table: DeadlineTable, now: float) -> list[str]:
     return [missed.reason for missed in table.expire(now)]
 
 
@@ -165,43 +165,42 @@ def test_a_success_begins_the_deadline_of_the_others() -> None:
     table.remove(2, 120.0, is_success=True)
     table.feed(0, b"STOPPING=1", 121.0)
     table.feed(3, b"EXTEND_TIMEOUT_USEC=30000000", 122.0)
-    assert (table.deadline_of(0), table.deadline_of(3)) == (125.0, 152.0)
+    assert [table.deadline_of(local_rank) for local_rank in (0, 3)] == [125.0, 152.0]
     (missed,) = table.expire(125.0)
     assert (missed.local_rank, missed.kind, missed.age) == (0, "exit skew", 5.0)
     assert missed.reason == "not finished 5 s after the first success (exit skew timeout)"
-    table.clear()
-    table.add(0, 200.0)
-    assert table.deadline_of(0) == 1200.0
+    table.stop()
+    assert [table.deadline_of(3), table.next_deadline] == [None, None]
+    assert table.expire(1e9) == []
 
 
 def test_workers_that_run_long_after_a_success_are_reported_once() -> None:
-    table, _ = table_of()
-    table.add(1, 100.0)
-    assert table.deadline_of(0) is None
-    table.remove(1, 110.0, is_success=True)
-    assert table.next_deadline == 170.0
-    assert table.take_skew(169.0) == 0.0
-    assert table.take_skew(171.0) == 61.0
-    assert table.take_skew(172.0) == 0.0
-    assert table.next_deadline is None
+    for is_stopped in False, True:
+        table, _ = table_of()
+        table.add(1, 100.0)
+        assert table.deadline_of(0) is None
+        table.remove(1, 110.0, is_success=True)
+        assert table.next_deadline == 170.0
+        assert table.take_skew(169.0) == 0.0
+        if is_stopped:
+            table.stop()
+        assert table.take_skew(171.0) == (0.0 if is_stopped else 61.0)
+        assert table.take_skew(172.0) == 0.0
+        assert table.next_deadline is None
 
 
 def test_the_success_of_another_node_begins_the_same_deadlines() -> None:
     """The earliest success counts; a worker that is started later is late at once."""
     table, _ = table_of(exit_skew_timeout=5)
     table.remove(0, 101.0, is_success=False)
-    table.note_peers(8, 90.0)
-    table.note_peers(16, 95.0)
+    table.note_success(90.0)
+    table.note_success(95.0)
     table.add(1, 110.0)
     assert table.deadline_of(1) == table.next_deadline == 95.0
     (missed,) = table.expire(110.0)
     assert (missed.kind, missed.age) == ("exit skew", 20.0)
     assert table.deadline_of(1) == 150.0
     assert table.take_skew(151.0) == 61.0
-    assert table.peers_finished == 16
-    table.clear()
-    table.add(1, 200.0)
-    assert not table.peers_finished
     assert table.deadline_of(1) is None
 
 
@@ -219,6 +218,7 @@ def test_what_a_worker_says_is_kept_for_people() -> None:
     table.feed(0, b"PHASE=checkpoint", 103.0)
     assert (report.ready_at, report.status, report.step) == (101.0, "a [31m b\ufffd", "12/100")
     assert report.phase == "checkpoint"
+    assert str(report) == "step 12/100, phase 'checkpoint', a [31m b\ufffd"
     assert not table.feed(7, b"READY=1", 104.0)
 
 
@@ -249,5 +249,3 @@ def test_all_workers_that_run_have_to_agree_to_a_change() -> None:
     assert table.agreed_change == -1
     table.remove(2, 103.0, is_success=True)
     assert table.agreed_change == 1
-    table.clear()
-    assert table.agreed_change == -1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import stat
 import sys
@@ -122,10 +123,11 @@ async def test_py_spy_where_it_is_installed(
 ) -> None:
     """A stand-in prints what the real one prints; one that fails is quoted."""
     spy = tmp_path / "py-spy"
+    frames = '[{"name": "stuck", "filename": "script.py", "line": 7}]'
+    text = f'[{{"thread_id": 1, "thread_name": "MainThread", "frames": {frames}}}]'
     spy.write_text(
-        '#!/bin/sh\n[ "$1 $2 $3" = "dump --full-filenames --pid" ] || exit 9\n'
-        '[ $4 = "$(cat pid)" ] || exit 9\n'
-        "printf 'Thread 1 (idle): \"MainThread\"\\n    stuck (script.py:7)\\n'\n"
+        '#!/bin/sh\n[ "$1 $2 $3" = "dump --json --pid" ] || exit 9\n'
+        f"""[ $4 = "$(cat pid)" ] || exit 9\necho '{text}'\n"""
     )
     spy.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -142,8 +144,23 @@ async def test_py_spy_where_it_is_installed(
     assert dump.workers[0].note == "py-spy takes too long"
 
 
-async def test_other_programs_are_never_signalled(tmp_path: Path) -> None:
+@pytest.mark.slow
+async def test_py_spy_itself() -> None:
+    """Where it is installed, and may look into the process."""
+    if shutil.which("py-spy") is None:
+        pytest.skip("py-spy is not installed")
+    ready = 'import os; os.write(int(os.environ["ELASTIC_AIO_NOTIFY_FD"]), b"READY=1")'
+    code = f"import time\ndef stuck():\n    {ready}\n    time.sleep(99)\nstuck()"
+    dump = await dump_when_ready(LaunchSpec([sys.executable, "-S", "-c", code]))
+    (worker,) = dump.workers
+    if "ermission" in worker.note:
+        pytest.skip(worker.note)
+    assert (worker.source, functions(dump)[-2:]) == ("py-spy", ["stuck", "<module>"])
+
+
+async def test_other_programs_are_never_signalled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither those that would die of the signal, nor those that use it themselves."""
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")  # without py-spy
     code = (
         "import os, signal, time\n"
         f"signal.signal({STACKS_SIGNAL}, lambda *_: os._exit(1))\n"

@@ -35,7 +35,8 @@ from elastic_aio import (
 )
 from elastic_aio.agent.liveness import Liveness
 from elastic_aio.aio import PausableClock
-from elastic_aio.watch.deadlines import MissedDeadline
+from elastic_aio.process.tree import ProcessTree
+from elastic_aio.watch.watchdog import Watchdog
 from elastic_aio.worker import interpreter
 from tests.support.cli import run_cli
 
@@ -253,12 +254,22 @@ async def test_a_program_that_knows_systemd_only() -> None:
     assert ready_ranks(events) == [0, 1]
 
 
+async def notify_address(agent: Agent) -> str:
+    """Return the address that the first worker has in its environment."""
+    async for event in agent.events():
+        if isinstance(event, WorkerStarted):
+            environment = Path(f"/proc/{event.pid}/environ").read_bytes().split(b"\0")
+            break
+    (address,) = [text for text in environment if text.startswith(b"NOTIFY_SOCKET=")]
+    return address.partition(b"=")[2].decode()
+
+
 async def test_a_process_of_no_worker_is_ignored() -> None:
     """Any process of this user can send to the address."""
     spec = LaunchSpec(["sleep", "99"], liveness=LivenessSpec(ready_timeout=0.5))
     events: list[Event] = []
     async with Agent(spec, listeners=[events.append]) as agent:
-        address = agent._started_driver._runtime.liveness.address
+        address = await notify_address(agent)
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
             sock.sendto(b"READY=1", "\0" + address[1:])
         with pytest.raises(JobFailed):
@@ -317,6 +328,7 @@ async def test_workers_that_end_much_later_than_the_first_fail_the_attempt() -> 
     events, error = await run_job(bash(script), limits, nproc_per_node=3)
     assert error is not None
     assert missed(events) == [("exit skew", 1), ("exit skew", 2)]
+    assert sum(isinstance(event, StacksDumped) for event in events) == 1
     root, other = error.result.failures
     assert (root.rank, other.rank) == (1, 2)
     assert root.message == "not finished 0.3 s after the first success (exit skew timeout)"
@@ -327,7 +339,7 @@ async def test_workers_that_run_long_after_a_success_are_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The job goes on."""
-    monkeypatch.setattr("elastic_aio.watch.deadlines._REPORT_SKEW_S", 0.2)
+    monkeypatch.setattr(Liveness.__init__, "__kwdefaults__", {"unfinished_after": 0.2})
     spec = LaunchSpec(bash("[ $RANK = 1 ] || exec sleep 99"), nproc_per_node=3)
     events: list[Event] = []
     async with Agent(spec, listeners=[events.append]) as agent:
@@ -399,24 +411,40 @@ async def test_stacks_of_a_worker_that_has_to_be_killed(ignores: bool, tmp_path:
     assert len(list(tmp_path.rglob("stacks.txt"))) == ignores
 
 
-async def test_deadlines_that_end_together_have_one_dump(monkeypatch: pytest.MonkeyPatch) -> None:
+class SlowWatchdog(Watchdog):
+    """Its dumps take until two deadlines are missed."""
+
+    def __init__(self, limits: LivenessSpec) -> None:
+        self.reasons: list[str] = []
+        self.missed: asyncio.Queue[Event] = asyncio.Queue()
+        super().__init__(
+            limits,
+            PausableClock(),
+            self.missed.put_nowait,
+            no_tree,
+            directory=lambda attempt: None,
+            read_messages=lambda: None,
+            on_agreed=lambda attempt, change: None,
+            on_hung=lambda local_rank, why: self.hung.set_result(local_rank),
+            on_stuck=lambda local_rank: None,
+            unfinished_after=LONG,
+        )
+        self.hung: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def dump(self, reason: str) -> Any:
+        self.reasons.append(reason)
+        assert [await self.missed.get(), await self.missed.get()]
+
+
+async def test_deadlines_that_end_during_a_dump_need_no_other() -> None:
     """It has the stacks of all workers."""
-    liveness = Liveness(LivenessSpec(ready_timeout=1), PausableClock(), lambda event: None)
-    missed = [
-        MissedDeadline(rank, "ready", 1.0, 1.0, f"{rank} is late", "", "", "") for rank in range(3)
-    ]
-    reasons: list[str] = []
-
-    async def dump(reason: str) -> None:
-        reasons.append(reason)
-        if len(reasons) == 1:
-            liveness._missed.append(missed[2])  # meanwhile
-
-    monkeypatch.setattr(liveness, "dump", dump)
-    liveness._missed += missed[:2]
-    await liveness._examine()
-    assert reasons == ["local rank 0: 0 is late"]
-    await liveness.aclose()
+    watchdog = SlowWatchdog(LivenessSpec(ready_timeout=0.05))
+    watchdog.add(0)
+    await asyncio.sleep(0.02)
+    watchdog.add(1)
+    assert await watchdog.hung == 0
+    await watchdog.aclose()
+    assert watchdog.reasons == ["local rank 0: not ready 0.05 s after its start (ready timeout)"]
 
 
 @pytest.mark.slow
@@ -438,16 +466,27 @@ async def test_one_busy_worker_is_enough(busy: str) -> None:
     assert not [event for event in events if isinstance(event, WorkersIdle)]
 
 
+def no_tree() -> ProcessTree:
+    raise AssertionError("no process was started")
+
+
+def liveness_of(limits: LivenessSpec, publish: Any) -> Liveness:
+    spec = LaunchSpec(["true"], liveness=limits)
+    liveness = Liveness(spec, PausableClock(), publish, no_tree, lambda attempt: None)
+    liveness.open()
+    return liveness
+
+
 async def test_a_message_that_is_not_read_yet_moves_the_deadline() -> None:
     """The socket of a busy worker is read once in a period; the deadline may end before."""
     events: list[Event] = []
-    liveness = Liveness(LivenessSpec(heartbeat_timeout=0.2), PausableClock(), events.append)
+    liveness = liveness_of(LivenessSpec(heartbeat_timeout=0.2), events.append)
     with liveness.open_worker(0) as descriptor:
         os.write(descriptor, b"READY=1")
-        liveness._sockets.read_all()
+        await asyncio.sleep(0.01)
         os.write(descriptor, b"EXTEND_TIMEOUT_USEC=60000000")
         time.sleep(0.25)
-        liveness._on_alarm()
+        await asyncio.sleep(0.01)
     assert events == []
     await liveness.aclose()
 
@@ -455,14 +494,14 @@ async def test_a_message_that_is_not_read_yet_moves_the_deadline() -> None:
 async def test_a_message_that_comes_before_the_start_is_known() -> None:
     """A worker may report while its start is still being awaited."""
     events: list[Event] = []
-    liveness = Liveness(LivenessSpec(), PausableClock(), events.append)
+    liveness = liveness_of(LivenessSpec(), events.append)
     records: dict[int, Any] = {}
     liveness.begin_attempt(0, records)
     with liveness.open_worker(0) as descriptor:
         os.write(descriptor, b"READY=1")
-    liveness._sockets.read_all()
+    await asyncio.sleep(0.01)
     ranks = SimpleNamespace(rank=5, local_rank=0)
-    records[0] = SimpleNamespace(ranks=ranks, pid=7, started_at=0.0, exit=None, report=None)
+    records[0] = SimpleNamespace(ranks=ranks, pid=7, started_at=0.0, is_running=True, report=None)
     assert events == []
     liveness.on_started(records[0])
     assert ready_ranks(events) == [5]

@@ -1,4 +1,4 @@
-"""The table of timers: requests in, expired timers out."""
+"""Timers: requests in, expired timers out."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_aio.agent import timer_table
-from elastic_aio.agent.timer_table import TimerTable
+from elastic_aio.spec.liveness import LivenessSpec
+from elastic_aio.watch import timer_pipe
+from elastic_aio.watch.deadlines import DeadlineTable, ExpiredTimer
+from elastic_aio.watch.timer_pipe import TimerRequests
 
 WALL = 1_700_000_000.0
 
@@ -21,10 +23,34 @@ def request(pid: Any = 7, scope: Any = "s", after: Any = 5.0, signal: Any = 9) -
     return json.dumps({**content, "expiration_time": expiration}).encode() + b"\n"
 
 
-def table_of(*requests: bytes) -> TimerTable:
-    table = TimerTable()
-    table.feed(b"".join(requests), 100.0, WALL)
-    return table
+class Timers:
+    """The requests of one pipe, and the table that they fill."""
+
+    def __init__(self) -> None:
+        self.requests = TimerRequests()
+        self.table = DeadlineTable(LivenessSpec())
+        self.is_full = False
+
+    def feed(self, data: bytes, now: float = 100.0, wall: float = WALL) -> None:
+        for request in self.requests.feed(data, wall):
+            self.is_full |= not self.table.take(request, now)
+
+    @property
+    def rejected(self) -> str:
+        return self.requests.rejected
+
+    @property
+    def next_deadline(self) -> float | None:
+        return self.table.next_deadline
+
+    def expire(self, now: float, **limit: int) -> list[ExpiredTimer]:
+        return self.table.expire_timers(now, **limit)
+
+
+def table_of(*requests: bytes) -> Timers:
+    timers = Timers()
+    timers.feed(b"".join(requests))
+    return timers
 
 
 def test_a_timer_expires_once() -> None:
@@ -41,10 +67,10 @@ def test_a_timer_expires_once() -> None:
 
 def test_the_age_of_a_request_that_is_read_late() -> None:
     """A time that cannot be true is that of the reading."""
-    table = TimerTable()
+    table = Timers()
     for pid, acquired in enumerate([WALL - 3.0, WALL + 3.0, WALL - 1000.0, "x"], 1):
         line = json.loads(request(pid)) | {"acquired": acquired}
-        table.feed(json.dumps(line).encode() + b"\n", 100.0, WALL)
+        table.feed(json.dumps(line).encode() + b"\n")
     ages = [round(timer.age, 3) for timer in table.expire(105.0)]
     assert ages == [8.0, 5.0, 5.0, 5.0]
     assert not table.rejected
@@ -53,7 +79,7 @@ def test_the_age_of_a_request_that_is_read_late() -> None:
 def test_a_release_ends_a_timer() -> None:
     """That of the same process and scope; a release of nothing has no effect."""
     table = table_of(request(scope="a"), request(scope="b"), request(8, "a"))
-    table.feed(request(scope="a", after=-1) + request(scope="c", after=-1), 100.0, WALL)
+    table.feed(request(scope="a", after=-1) + request(scope="c", after=-1))
     assert [timer.pid for timer in table.expire(200.0)] == [7, 8]
     assert not table.rejected
 
@@ -83,39 +109,26 @@ def test_one_timer_of_each_process_expires() -> None:
 
 
 def test_many_timers_expire_in_parts() -> None:
-    """One process costs the same among many as among few."""
     table = table_of(*(request(pid, after=float(pid)) for pid in range(1, 9)))
     assert [timer.pid for timer in table.expire(200.0, limit=3)] == [1, 2, 3]
     assert table.next_deadline == pytest.approx(104.0)
     assert [timer.pid for timer in table.expire(200.0)] == [4, 5, 6, 7, 8]
 
-    class Counted(dict[Any, Any]):
-        looked = 0
 
-        def __iter__(self) -> Any:
-            for key in super().__iter__():
-                Counted.looked += 1
-                yield key
-
-    # Those that do not expire are what a search would look at.
-    table = table_of(*(request(pid, after=5.0 + 500 * (pid > 199)) for pid in range(1, 400)))
-    table._entries = Counted(table._entries)
-    assert len(table.expire(200.0)) == 199
-    assert Counted.looked == 0
-
-
-def test_the_processes_of_another_attempt() -> None:
-    table = table_of(request(7), request(8))
-    table.forget(7)
-    assert [timer.pid for timer in table.expire(200.0)] == [8]
-    table.feed(request(), 100.0, WALL)
-    table.clear()
-    assert table.next_deadline is None
+def test_the_begin_of_a_line_is_dropped_with_its_attempt() -> None:
+    table = table_of()
     for unfinished in (b'{"pid": 7, "sco', b"x" * 5000):
-        table.feed(unfinished, 100.0, WALL)
-        table.clear()
-        table.feed(request(8), 100.0, WALL)
+        table.feed(unfinished)
+        table.requests.forget()
+        table.feed(request(8))
         assert [timer.pid for timer in table.expire(200.0)] == [8]
+
+
+def test_timers_go_on_while_the_workers_are_stopped() -> None:
+    table = table_of(request())
+    table.table.stop()
+    assert table.next_deadline is not None
+    assert [timer.pid for timer in table.expire(200.0)] == [7]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +158,7 @@ def test_what_is_no_request_is_left_out(line: bytes) -> None:
     table = table_of(line)
     assert table.rejected
     assert table.next_deadline is None
-    table.feed(request(), 100.0, WALL)
+    table.feed(request())
     assert table.next_deadline is not None
 
 
@@ -162,7 +175,7 @@ def test_a_flood_of_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         decoded.append(line)
         return decode(line)
 
-    monkeypatch.setattr(timer_table, "format_value", format_value)
+    monkeypatch.setattr(timer_pipe, "format_value", format_value)
     monkeypatch.setattr(json, "loads", loads)
     table = table_of(b"\n" * 1000, b"{}\n" * 1000, b"x" * 60 + b"\n", request(signal=65))
     assert (table.rejected, texts) == ("no timer request: text", [b""])
@@ -177,19 +190,16 @@ def test_limits() -> None:
     """A long line costs no memory, and so do many timers and many releases."""
     table = table_of()
     for _ in range(1000):
-        table.feed(b"x" * 4000, 0.0, WALL)
-    table.feed(b"\n" + request(), 100.0, WALL)
+        table.feed(b"x" * 4000)
+    table.feed(b"\n" + request())
     assert [timer.pid for timer in table.expire(200.0)] == [7]
     assert table.rejected == "a line of more than 4096 bytes"
     table = table_of()
     for pid in range(1, 20_000):
-        table.feed(request(pid), 100.0, WALL)
-    assert table.rejected == "more than 16384 timers"
-    assert repr(table) == "<TimerTable with 16384 timers>"
-    table.clear()
-    for _ in range(1000):
-        table.feed(request() + request(after=-1), 100.0, WALL)
-    assert len(table._heap) < 100
+        table.feed(request(pid))
+    assert table.is_full
+    assert repr(table.table) == "<DeadlineTable of 0 workers, 16384 timers>"
+    assert len(table.expire(200.0)) == 16384
 
 
 @pytest.mark.slow
@@ -202,10 +212,10 @@ def test_limits() -> None:
     st.integers(1, 40),
 )
 def test_any_cut_of_the_bytes_is_the_same(parts: list[bytes], size: int) -> None:
-    whole, cut = TimerTable(), TimerTable()
+    whole, cut = Timers(), Timers()
     stream = b"\n".join(parts)
-    whole.feed(stream, 100.0, WALL)
+    whole.feed(stream)
     for start in range(0, len(stream), size):
-        cut.feed(stream[start : start + size], 100.0, WALL)
+        cut.feed(stream[start : start + size])
     assert whole.expire(200.0) == cut.expire(200.0)
     assert bool(whole.rejected) == bool(cut.rejected)

@@ -14,15 +14,16 @@ from typing import Any
 import pytest
 
 from elastic_aio import Agent, HostError, JobFailed, LaunchSpec, SpecError, launch
-from elastic_aio.agent.timer_table import TimerTable
 from elastic_aio.events import Event, TimerExpired, TimerRejected
 from elastic_aio.process.tree import ProcessTree
+from elastic_aio.watch.timer_pipe import TimerRequests
 from elastic_aio.worker import expires
 from tests.support.cli import run_cli
 
 # Sleeps in the block on the first attempt.
 STUCK = """
 import os, sys, time
+from elastic_aio.watch.timer_pipe import TimerRequests
 from elastic_aio.worker import expires
 os.environ["TORCHELASTIC_TIMER_FILE"]
 with expires(60, "outer"):
@@ -209,13 +210,13 @@ async def test_many_timers_that_expire_at_once(monkeypatch: pytest.MonkeyPatch) 
 async def test_a_release_behind_a_flood(monkeypatch: pytest.MonkeyPatch) -> None:
     """A turn of the loop reads 4096 bytes, and a deadline waits for all that came before it."""
     sizes = []
-    feed = TimerTable.feed
+    feed = TimerRequests.feed
 
-    def feed_and_measure(table: TimerTable, data: bytes, now: float, wall: float) -> None:
+    def feed_and_measure(requests: TimerRequests, data: bytes, wall: float) -> Any:
         sizes.append(len(data))
-        feed(table, data, now, wall)
+        return feed(requests, data, wall)
 
-    monkeypatch.setattr(TimerTable, "feed", feed_and_measure)
+    monkeypatch.setattr(TimerRequests, "feed", feed_and_measure)
     code = (
         "import fcntl, json, os, termios, time\n"
         "def line(expiration): return json.dumps({'pid': os.getpid(), 'scope_id': 's',\n"

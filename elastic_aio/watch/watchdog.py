@@ -1,0 +1,456 @@
+"""Reports workers that are silent or stuck, examines them, and ends those that have to end.
+
+One alarm is set to the first of all deadlines.  A missed one is an event at once.  Then the stacks
+of all workers are read, before anything ends them.  By the policy of the job the attempt fails, or
+a worker that has not released a timer gets the timer's signal, and so does the process below it
+that has acquired the timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+from elastic_aio.aio import PausableClock, cancel_and_wait, create_task, run_in_thread
+from elastic_aio.events import (
+    DeadlineMissed,
+    Event,
+    StacksDumped,
+    TimerExpired,
+    TimerRejected,
+    WorkerActivity,
+    WorkerReady,
+    WorkersIdle,
+    WorkersUnfinished,
+)
+from elastic_aio.process import proc
+from elastic_aio.process.tree import ProcessTree
+from elastic_aio.spec.liveness import LivenessSpec
+from elastic_aio.stacks import StackDump
+from elastic_aio.watch.deadlines import (
+    TIMERS_MAX,
+    DeadlineTable,
+    ExpiredTimer,
+    MissedDeadline,
+    WatchedWorker,
+)
+from elastic_aio.watch.forensics import Target, read_stacks
+from elastic_aio.watch.polled import find_stuck, watch_idle
+from elastic_aio.watch.timer_pipe import TimerPipe, TimerRequests
+
+_EXPIRED_MAX = 256
+"""How many timers expire in one turn of the event loop."""
+
+
+class Watchdog:
+    """The deadlines of the workers of one job on this host; must be closed."""
+
+    def __init__(
+        self,
+        spec: LivenessSpec,
+        clock: PausableClock,
+        publish: Callable[[Event], None],
+        tree: Callable[[], ProcessTree],
+        *,
+        directory: Callable[[int], str | None],
+        read_messages: Callable[[], None],
+        on_agreed: Callable[[int, int], None],
+        on_hung: Callable[[int, str], None],
+        on_stuck: Callable[[int], None],
+        unfinished_after: float,
+    ) -> None:
+        """Prepare; `begin_attempt` follows.
+
+        Args:
+            spec: the limits.
+            clock: measures them; they stand still while the job is suspended.
+            publish: called with every event.
+            tree: returns all processes of the job.
+            directory: returns the log directory of an attempt; None for none.
+            read_messages: reads what workers have sent by now.
+            on_agreed: called with the attempt, and the number of a change to which all its
+                workers agree.
+            on_hung: called with the local rank of each worker that misses a deadline, and the
+                reason, once all have been examined.
+            on_stuck: called with the local rank of the first worker that is stuck in the kernel.
+            unfinished_after: as for `DeadlineTable`.
+        """
+        self.pipe: TimerPipe | None = None
+        self._spec = spec
+        self._clock = clock
+        self._publish = publish
+        self._tree = tree
+        self._directory = directory
+        self._read_messages = read_messages
+        self._on_agreed = on_agreed
+        self._on_hung = on_hung
+        self._on_stuck = on_stuck
+        self._make_table = partial(DeadlineTable, spec, unfinished_after=unfinished_after)
+        self._table = self._make_table()
+        self._requests = TimerRequests()
+        self._has_reported_rejected = False
+        self._workers: Mapping[int, WatchedWorker] = {}
+        self._attempt = 0
+        self._agreed_change = -1
+        self._is_stopping = False
+        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_at = 0.0
+        self._is_reading = False
+        self._missed: list[MissedDeadline] = []
+        self._expired: list[ExpiredTimer] = []
+        self._examination: asyncio.Task[None] | None = None
+        self._polls: list[asyncio.Task[None]] = []
+        self._dumping = asyncio.Lock()
+
+    def __repr__(self) -> str:
+        return f"<Watchdog of attempt {self._attempt}, {self._table!r}>"
+
+    def open_timers(self, where: bool | str) -> None:
+        """Make the pipe by which workers acquire timers, at a path or in a temporary directory.
+
+        Raises:
+            HostError: the pipe cannot be made.
+        """
+        self.pipe = TimerPipe(where, self._on_requests)
+
+    # ------------------------------------------------------------ an attempt
+
+    def begin_attempt(self, attempt: int, workers: Mapping[int, WatchedWorker]) -> None:
+        """Forget the former attempt; `workers` are those of this one, now or later."""
+        self._attempt, self._workers = attempt, workers
+        self._is_stopping = False
+        self._missed.clear()
+        self._table = self._make_table()
+        self._agreed_change = -1
+        self._requests.forget()
+        if self.pipe is not None:
+            self.pipe.forget()
+            self._is_reading = False
+
+    def start_polls(self, uninterruptible_timeout: float | None) -> None:
+        """Begin to look at the workers of the attempt, if they may not be idle or stuck.
+
+        Args:
+            uninterruptible_timeout: seconds that one may be stuck in the kernel; None: any time.
+        """
+        if (seconds := self._spec.idle_report) is not None:
+            polling = watch_idle(seconds, self._clock, self._running, self._report_idle)
+            self._polls.append(create_task(polling, name="idle workers"))
+        if uninterruptible_timeout is not None:
+            finding = self._find_stuck(uninterruptible_timeout)
+            self._polls.append(create_task(finding, name="watch for state D"))
+
+    def add(self, local_rank: int) -> None:
+        """Begin the deadlines of a worker that is being spawned, or runs already."""
+        report = self._table.add(local_rank, self._clock.now())
+        if (worker := self._workers.get(local_rank)) is not None:
+            worker.report = report
+        self._set_alarm(self._table.deadline_of(local_rank))
+
+    def on_started(self, worker: WatchedWorker) -> None:
+        """Note that a worker has been started, which may have reported already."""
+        worker.report = self._table.workers.get(worker.ranks.local_rank)
+        if worker.report is not None and worker.report.ready_at is not None:
+            self._report_ready(worker)
+
+    def on_message(self, local_rank: int, message: bytes) -> None:
+        """Take a message of a worker."""
+        has_become_ready = self._table.feed(local_rank, message, self._clock.now())
+        if has_become_ready and (worker := self._workers.get(local_rank)) is not None:
+            self._report_ready(worker)
+        self._set_alarm(self._table.deadline_of(local_rank))
+        self._note_agreement()
+
+    def on_exited(self, local_rank: int, *, is_success: bool) -> None:
+        """End the deadlines of a worker that has exited."""
+        if self._table.remove(local_rank, self._clock.now(), is_success=is_success):
+            self._set_alarm(self._table.next_deadline)
+        self._note_agreement()
+
+    def on_success(self, at: float, peers: int = 0) -> None:
+        """Note that a worker has finished; `peers` of other nodes have by now."""
+        self._table.peers_finished = peers
+        self._table.note_success(at)
+        self._set_alarm(self._table.next_deadline)
+
+    def end_deadlines(self) -> None:
+        """End the deadlines of workers, which are being stopped, but no timer.  Idempotent."""
+        self._is_stopping = True
+        self._table.stop()
+        for poll in self._polls:
+            poll.cancel()
+
+    async def end_polls(self) -> None:
+        """Wait for what `end_deadlines` has ended.  Idempotent."""
+        if self._polls:
+            await cancel_and_wait(self._polls)
+            self._polls.clear()
+
+    async def aclose(self) -> None:
+        """Close everything.  Idempotent; safe to call again after cancellation."""
+        self.end_deadlines()
+        if self._alarm is not None:
+            self._alarm.cancel()
+        if self.pipe is not None:
+            self.pipe.close()
+        if self._examination is not None:
+            await cancel_and_wait([self._examination])
+        await self.end_polls()
+
+    def _running(self) -> list[WatchedWorker]:
+        return [worker for worker in self._workers.values() if worker.is_running]
+
+    def _note_agreement(self) -> None:
+        if self._agreed_change != self._table.agreed_change:
+            self._agreed_change = self._table.agreed_change
+            self._on_agreed(self._attempt, self._agreed_change)
+
+    def _on_requests(self, data: bytes) -> None:
+        now = self._clock.now()
+        for request in self._requests.feed(data, time.time()):
+            if not self._table.take(request, now):
+                self._requests.reject(f"more than {TIMERS_MAX} timers")
+        if self._requests.rejected and not self._has_reported_rejected:
+            self._has_reported_rejected = True
+            self._publish(TimerRejected(attempt=self._attempt, why=self._requests.rejected))
+        self._set_alarm(self._table.next_deadline)
+
+    # ------------------------------------------------------------- deadlines
+
+    def _set_alarm(self, deadline: float | None) -> None:
+        """Set the alarm, unless it is set to an earlier time already: then it is set again."""
+        if deadline is None or self._is_reading:
+            return
+        if self._alarm is not None:
+            if self._alarm_at <= deadline:
+                return
+            self._alarm.cancel()
+        self._alarm_at = deadline
+        delay = max(0.0, deadline - self._clock.now())
+        self._alarm = asyncio.get_running_loop().call_later(delay, self._on_alarm)
+
+    def _on_alarm(self) -> None:
+        """Read what may have been sent before the deadline, then look."""
+        self._alarm = None
+        self._read_messages()
+        if self.pipe is None:
+            self._expire()
+        else:
+            self._is_reading = True
+            self.pipe.read_all(self._expire)
+
+    def _expire(self) -> None:
+        self._is_reading = False
+        now = self._clock.now()
+        for item in self._table.expire(now):
+            worker = self._workers.get(item.local_rank)
+            if worker is None or worker.is_running:
+                self._report(item, worker)
+                self._missed.append(item)
+        if seconds := self._table.take_skew(now):
+            self._report_skew(seconds)
+        self._expired += self._table.expire_timers(now, _EXPIRED_MAX)
+        is_due = self._expired or self._missed
+        if is_due and (self._examination is None or self._examination.done()):
+            self._examination = create_task(self._examine(), name="silent workers")
+        self._set_alarm(self._table.next_deadline)
+
+    async def _examine(self) -> None:
+        while self._expired or (self._missed and not self._is_stopping):
+            if self._expired:
+                await self._end_expired()
+            else:
+                await self._end_missed()
+
+    async def _end_missed(self) -> None:
+        """Read the stacks of all workers once for each group of missed deadlines."""
+        first, attempt = self._missed[0], self._attempt
+        worker = self._workers.get(first.local_rank)
+        who = f"rank {worker.ranks.rank}" if worker else f"local rank {first.local_rank}"
+        await self.dump(f"{who}: {first.reason}")
+        self._missed.clear()  # the dump has the stacks of those that were missed since, too
+        if self._spec.on_timeout == "fail" and attempt == self._attempt:
+            self._on_hung(first.local_rank, first.reason)
+
+    async def _end_expired(self) -> None:
+        """Report the expired timers, examine the workers, and end those that have the timers.
+
+        One scan is for all timers of processes below the workers that wait for one.
+        """
+        timers, self._expired = self._expired, []
+        owners = {worker.pid: worker for worker in self._workers.values()}
+        below: dict[int, proc.ProcEntry] = {}
+        if any(timer.pid not in owners for timer in timers):
+            below = {entry.pid: entry for entry in await self._tree().descendants() or ()}
+        fatal: list[tuple[ExpiredTimer, WatchedWorker | None, proc.ProcEntry | None]] = []
+        for timer in timers:
+            worker, process = owners.get(timer.pid), None
+            if worker is None:
+                if (process := below.get(timer.pid)) is None:
+                    continue  # it has ended, or is none of ours
+                worker = _owner_of(process, owners, below)
+            elif not worker.is_running:
+                continue
+            self._report_timer(timer, worker)
+            if timer.signal:  # one without ends nothing
+                fatal.append((timer, worker, process))
+        if fatal:
+            await self.dump(f"timer {fatal[0][0].scope!r} expired")
+        for timer, worker, process in fatal:
+            if process is not None:
+                proc.signal_process(process, timer.signal)
+            if worker is not None and worker.is_running:
+                self._tree().signal_leaders(timer.signal, worker.pid)
+
+    async def _find_stuck(self, seconds: float) -> None:
+        worker = await find_stuck(seconds, self._running)
+        await self.dump(f"process {worker.pid} is in an uninterruptible system call")
+        self._on_stuck(worker.ranks.local_rank)
+
+    # ----------------------------------------------------------------- dumps
+
+    async def dump(self, reason: str) -> StackDump:
+        """Read the stacks of all workers of the present attempt, for two seconds at most.
+
+        They go to `stacks.txt` in the directory of the attempt, to an event, and to the
+        failures of the workers.
+
+        Cancellation: leaves a thread running, which ends by itself.
+
+        Args:
+            reason: why, for people.
+        """
+        async with self._dumping:
+            self._read_messages()
+            attempt, workers = self._attempt, self._running()
+            targets = [
+                Target(one.ranks.rank, one.ranks.local_rank, one.pid, str(one.report or ""))
+                for one in workers
+            ]
+            targets.sort(key=lambda target: target.rank)
+            stacks = await run_in_thread(read_stacks, targets, daemon=True)
+            dump = StackDump(time.time(), attempt, reason, stacks)
+            if (directory := self._directory(attempt)) is not None:
+                path = os.path.join(directory, "stacks.txt")
+                dump = await run_in_thread(_write, dump, path, daemon=True)
+        where = f" ({dump.path})" if dump.path else ""
+        for worker in workers:
+            worker.notes = (f"stacks: {dump.summary}{where}",)
+        self._publish(
+            StacksDumped(attempt=attempt, why=reason, summary=dump.summary, path=dump.path)
+        )
+        return dump
+
+    # --------------------------------------------------------------- reports
+
+    def _report_ready(self, worker: WatchedWorker) -> None:
+        self._publish(
+            WorkerReady(
+                attempt=self._attempt,
+                rank=worker.ranks.rank,
+                local_rank=worker.ranks.local_rank,
+                pid=worker.pid,
+                duration=time.monotonic() - worker.started_at,
+            )
+        )
+
+    def _report(self, item: MissedDeadline, worker: WatchedWorker | None) -> None:
+        if worker is not None and self._spec.on_timeout == "fail" and not worker.hang:
+            worker.hang, worker.hung_at = item.reason, time.time()
+        self._publish(
+            DeadlineMissed(
+                attempt=self._attempt,
+                rank=-1 if worker is None else worker.ranks.rank,
+                local_rank=item.local_rank,
+                pid=0 if worker is None else worker.pid,
+                deadline=item.kind,
+                limit=item.limit,
+                age=item.age,
+                why=item.reason,
+                step=item.step,
+                phase=item.phase,
+                status=item.status,
+            )
+        )
+
+    def _report_skew(self, seconds: float) -> None:
+        workers = self._workers.values()
+        finished = sum(not one.is_running and one.status.is_success for one in workers)
+        worlds = [one.ranks.world_size for one in workers if one.ranks.group_world_size > 1]
+        self._publish(
+            WorkersUnfinished(
+                attempt=self._attempt,
+                seconds=seconds,
+                finished=finished + self._table.peers_finished,
+                running=tuple(sorted(one.ranks.rank for one in self._running())),
+                world_size=max(worlds, default=0),
+            )
+        )
+
+    def _report_timer(self, timer: ExpiredTimer, worker: WatchedWorker | None) -> None:
+        if worker is not None:
+            times = f"{round(timer.age, 2):g} s (limit {round(timer.limit, 2):g} s)"
+            worker.expired_timer = f"timer {timer.scope!r} expired after {times}"
+        self._publish(
+            TimerExpired(
+                attempt=self._attempt,
+                rank=-1 if worker is None else worker.ranks.rank,
+                local_rank=-1 if worker is None else worker.ranks.local_rank,
+                pid=timer.pid,
+                scope=timer.scope,
+                age=timer.age,
+                limit=timer.limit,
+                signal=timer.signal,
+            )
+        )
+
+    async def _report_idle(self) -> None:
+        seconds = self._spec.idle_report or 0.0
+        dump = await self.dump(f"no worker has been busy for {seconds:g} s")
+        self._publish(
+            WorkersIdle(
+                attempt=self._attempt,
+                seconds=seconds,
+                workers=tuple(
+                    WorkerActivity(
+                        rank=worker.rank,
+                        local_rank=worker.local_rank,
+                        pid=worker.pid,
+                        state=worker.state,
+                        syscall=worker.syscall,
+                        wchan=worker.wchan,
+                        reported=worker.status,
+                    )
+                    for worker in dump.workers
+                ),
+            )
+        )
+
+
+def _owner_of(
+    process: proc.ProcEntry,
+    owners: Mapping[int, WatchedWorker],
+    below: Mapping[int, proc.ProcEntry],
+) -> WatchedWorker | None:
+    """Return the worker that leads a process's session, or is its ancestor."""
+    worker = owners.get(process.session)
+    ancestor: proc.ProcEntry | None = process
+    while worker is None and ancestor is not None:
+        worker = owners.get(ancestor.parent)
+        ancestor = below.get(ancestor.parent)
+    return worker
+
+
+def _write(dump: StackDump, path: str) -> StackDump:
+    """Append a dump to a file; return the dump with its path, if that was possible."""
+    when = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(dump.time))
+    try:
+        with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(f"==== {when}, {dump}\n")
+    except OSError:
+        return dump  # the disk is full, or the directory was removed
+    return replace(dump, path=path)
