@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from elastic_aio.agent.driver import Driver
 from elastic_aio.agent.event_log import EventListener, EventLog
-from elastic_aio.agent.messages import StopReceived
+from elastic_aio.agent.machine import SingleNodeMachine, StopReceived
 from elastic_aio.agent.preflight import (
     check_file_size,
     check_main_guard,
@@ -23,7 +23,6 @@ from elastic_aio.agent.preflight import (
 )
 from elastic_aio.agent.program import PerRankOverrides
 from elastic_aio.agent.runtime import LocalRuntime
-from elastic_aio.agent.single_node import SingleNodeMachine
 from elastic_aio.aio import EventReader, running_loop, wait_shielded
 from elastic_aio.errors import JobFailed, JobStopped, RendezvousFailed, SpecError
 from elastic_aio.events import ControlUnavailable, Event

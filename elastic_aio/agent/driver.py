@@ -13,18 +13,21 @@ But the job is the parent's, so a copy does nothing: it takes no input and close
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import inspect
 import os
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from signal import SIGCONT, SIGSTOP
 from typing import TYPE_CHECKING, Any
 
 from elastic_aio.agent.event_log import EventLog
 from elastic_aio.agent.logs import JobOutput
-from elastic_aio.agent.machine import AgentMachine
-from elastic_aio.agent.messages import (
+from elastic_aio.agent.machine import (
+    AgentMachine,
     BackOff,
     BackoffElapsed,
     CallDecide,
@@ -49,7 +52,13 @@ from elastic_aio.agent.messages import (
 )
 from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.agent.worker_group import WorkerGroup
-from elastic_aio.aio import create_task, run_shielded, separate_in_forks, wait_shielded
+from elastic_aio.aio import (
+    create_task,
+    run_in_thread,
+    run_shielded,
+    separate_in_forks,
+    wait_shielded,
+)
 from elastic_aio.errors import HostError, SpawnError
 from elastic_aio.events import JobFinished, JobStarted, SignalForwarded
 from elastic_aio.outcome import (
@@ -65,7 +74,7 @@ from elastic_aio.outcome import (
 from elastic_aio.process.children import ChildExit
 from elastic_aio.process.proc import ended_by_default, has_missed_sigterm
 from elastic_aio.ranks import NodeSize, assign_node_ranks
-from elastic_aio.spec.restart import RestartAction
+from elastic_aio.spec.restart import DECIDE_TIMEOUT, Decide, RestartAction, why_undecided
 from elastic_aio.spec.stop import StopPlan
 
 if TYPE_CHECKING:
@@ -450,12 +459,17 @@ class Driver:
     async def _decide(self, effect: CallDecide) -> Input:
         decide = self._runtime.spec.restart.decide
         assert decide is not None, "the state machine asks only if there is a callback"
-        from elastic_aio.agent.decision import decide_in_time  # most jobs have no callback
-
-        decision = await decide_in_time(decide, effect.failure, self._runtime.clock)
+        deciding = create_task(call_decide(decide, effect.failure), name="restart.decide")
+        try:
+            await self._runtime.clock.wait_for(deciding, seconds=DECIDE_TIMEOUT)
+        finally:
+            deciding.cancel()  # not waited for: the callback is the user's
+        if not deciding.done():
+            return DecisionFailed(effect.attempt, why_undecided(DECIDE_TIMEOUT))
+        decision = deciding.result()
         if isinstance(decision, RestartAction):
             return DecisionMade(effect.attempt, decision)
-        return DecisionFailed(effect.attempt, decision)
+        return DecisionFailed(effect.attempt, why_undecided(decision), decision)
 
     async def _back_off(self, effect: BackOff) -> Input:
         await self._runtime.clock.sleep(effect.delay)
@@ -500,3 +514,49 @@ class Driver:
         self._event_log.close()
         if not self.done.done():
             self.done.set_result(None)
+
+
+async def call_decide(decide: Decide, failure: Failure) -> RestartAction | BaseException:
+    """Return the decision of the user's `restart.decide`, or what it raised.
+
+    A coroutine function runs on the event loop.  Any other callback runs in a thread: it may
+    block, and the loop has heartbeats to send and perhaps the store of all nodes to serve.
+
+    Cancellation: raised only if the caller's task was cancelled; a CancelledError of
+    the callback's own is returned.  A thread goes on, but the program does not wait for it.
+    """
+    decision: RestartAction | Awaitable[RestartAction] | None
+    try:
+        if inspect.iscoroutinefunction(decide):
+            decision = decide(failure)
+        else:
+            call = partial(contextvars.copy_context().run, decide, failure)
+            decision, error = await run_in_thread(_result_of, call, daemon=True)
+            if error is not None:
+                raise error
+        action = await decision if inspect.isawaitable(decision) else decision
+        if not isinstance(action, RestartAction):
+            raise TypeError(f"restart.decide must return a RestartAction (got {action!r})")
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        return error
+    except (SystemExit, KeyboardInterrupt):
+        raise  # which ends the loop
+    except BaseException as error:  # noqa: BLE001  # the user's code: handed to the user
+        return error
+    return action
+
+
+def _result_of(
+    call: Callable[[], RestartAction | Awaitable[RestartAction]],
+) -> tuple[RestartAction | Awaitable[RestartAction] | None, BaseException | None]:
+    """Return what `call` returns, and what it raises.
+
+    A future cannot carry every exception: GeneratorExit closes the coroutines that await it.
+    """
+    try:
+        return call(), None
+    except BaseException as error:  # noqa: BLE001  # handed to the caller
+        return None, error

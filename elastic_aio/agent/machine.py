@@ -1,9 +1,10 @@
-"""The state machine of one host's group of workers: started, watched, stopped.
+"""The state machine of one host's group of workers, and that of a job of one node; pure.
 
-`single_node` and `multi_node` decide what follows the end of a group.
+`multi_node` has the one for a node of several.  Inputs have names in the past tense, effects are
+imperative.
 
-Rules
-=====
+The group
+=========
 
 * One group at a time.  The first worker that fails by itself ends it, and so does the
   last one that succeeds.  In both cases the group is stopped, because workers leave
@@ -30,35 +31,363 @@ Rules
     RUNNING    WorkerHung                    STOPPING   StopGroup
     RUNNING    WorkerEnded, the last success STOPPING   StopGroup (leftovers)
     STOPPING   GroupStopped                  (decided by the subclass)
+
+A job of one node
+=================
+
+* A failed attempt is followed by another one if the restart policy grants it, after its
+  delay.  A permanent failure, which no attempt can repair, ends the job.
+* A failure that a SIGTERM to all processes may have caused is judged `LEAVING_S` later, if
+  it could be repeated: a stop that is received by then has ended the attempt.
+* A process that could not be killed is left behind, and no attempt follows.
+* A requested restart stops the group, and another attempt follows, which costs no restart.
+  A worker that fails by itself meanwhile counts as a failure.  It also ends a back-off;
+  where an attempt is ending already, it changes nothing.
+* A stop ends the job in any phase.  Received while a failed attempt is being stopped,
+  it replaces the restart; if none was granted, the job has failed.  If all workers have
+  succeeded, so has the job.
+
+::
+
+    phase      input                         next       effects
+    ---------  ----------------------------  ---------  ---------------------------
+    NEW        Start                         STARTING   StartGroup
+    STARTING   GroupStarted                  RUNNING
+    STARTING,
+    RUNNING    the end of the group          STOPPING   StopGroup, see above
+    STARTING,
+    RUNNING    StopReceived, RestartReceived STOPPING   StopGroup
+    STOPPING   GroupStopped, all succeeded   DONE       Finish
+    STOPPING   GroupStopped, a stop received DONE       Finish
+    STOPPING   GroupStopped, to be restarted STARTING   StartGroup
+    STOPPING   GroupStopped, perhaps a stop  DECIDING   BackOff, then as if it had failed
+    STOPPING   GroupStopped, failed          DECIDING   CallDecide (as if the result
+                                                        were DEFAULT if there is none)
+    DECIDING   DecisionMade, restart         BACKING_   BackOff (STARTING, StartGroup
+                                             OFF        if the delay is 0)
+    DECIDING   DecisionMade, give up         DONE       Finish
+    DECIDING   DecisionFailed                DONE       Finish
+    BACKING_
+    OFF        BackoffElapsed                STARTING   StartGroup
+    BACKING_
+    OFF        RestartReceived               STARTING   CancelBackOff, StartGroup
+    DECIDING,
+    BACKING_
+    OFF        StopReceived                  DONE       CancelBackOff, Finish
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from enum import Enum
+from typing import TYPE_CHECKING
 
-from elastic_aio.agent.messages import (
-    BackOff,
-    BackoffElapsed,
-    CancelBackOff,
-    Effect,
-    EffectResult,
-    GroupStarted,
-    GroupStopped,
-    Input,
-    Request,
-    StartFailed,
-    StartGroup,
-    StopGroup,
-    StopReceived,
-    WorkerEnded,
-    WorkerHung,
-)
+from msgspec import Struct
+
 from elastic_aio.errors import InternalError
-from elastic_aio.outcome import SIGTERM, Failure, signal_name
+from elastic_aio.events import AttemptFailed, Event, Restarting
+from elastic_aio.outcome import (
+    SIGTERM,
+    ExitStatus,
+    Failure,
+    JobOutcome,
+    JobState,
+    signal_name,
+)
 from elastic_aio.spec.job import LaunchSpec
-from elastic_aio.spec.restart import CAUSE_S
+from elastic_aio.spec.restart import CAUSE_S, LEAVING_S, RestartAction, RestartBudget
 from elastic_aio.spec.stop import StopPlan
+
+if TYPE_CHECKING:  # a job of one node pays for no rendezvous
+    from elastic_aio.rendezvous.base import (
+        ChangePending,
+        Instruction,
+        PeersFinished,
+        Placement,
+        Report,
+    )
+
+CANNOT_KILL = "a process could not be killed"
+
+# ---------------------------------------------------------------------- inputs
+
+
+class Start(Struct, frozen=True):
+    """The runtime is open: the job may start."""
+
+
+class GroupStarted(Struct, frozen=True):
+    """All workers of an attempt have been spawned; `at` is in clock seconds."""
+
+    attempt: int
+    at: float
+
+
+class StartFailed(Struct, frozen=True):
+    """A worker of an attempt could not be spawned, or hangs in the kernel.
+
+    `why_permanent` is the reason why no attempt follows a `permanent` failure.
+    """
+
+    attempt: int
+    message: str
+    permanent: bool
+    exit_code: int
+    local_rank: int
+    why_permanent: str = "another attempt could not start it either"
+
+
+class WorkerHung(Struct, frozen=True):
+    """A worker of an attempt has missed a deadline, as `why` says."""
+
+    attempt: int
+    local_rank: int
+    why: str
+
+
+class WorkersAgreed(Struct, frozen=True):
+    """All workers of an attempt that run agree to the pending change of this number."""
+
+    attempt: int
+    change: int
+
+
+class WorkerEnded(Struct, frozen=True):
+    """A worker has exited; a victim was signalled by a stop before.
+
+    `is_lost_peer`: it has failed because another worker has ended.  `may_be_leaving`: a SIGTERM
+    to all processes of the job may have ended it, which reaches the launcher a little later.
+    """
+
+    attempt: int
+    local_rank: int
+    status: ExitStatus
+    is_victim: bool
+    is_lost_peer: bool = False
+    may_be_leaving: bool = False
+
+
+class GroupStopped(Struct, frozen=True):
+    """No process of an attempt is left; its failures are known, the root cause first.
+
+    With `has_survivors` a process is left that could not be killed.  `first_success` is the rank
+    of the first worker that exited with 0 by itself, and when, in Unix seconds.
+    """
+
+    attempt: int
+    at: float
+    failures: tuple[Failure, ...]
+    has_survivors: bool = False
+    first_success: tuple[int, float] | None = None
+
+
+class DecisionMade(Struct, frozen=True):
+    """The user's `restart.decide` has returned."""
+
+    attempt: int
+    action: RestartAction
+
+
+class DecisionFailed(Struct, frozen=True):
+    """The user's `restart.decide` has raised, or has not returned in time; `why` says which.
+
+    `error` is what it has raised.
+    """
+
+    attempt: int
+    why: str
+    error: BaseException | None = None
+
+
+class BackoffElapsed(Struct, frozen=True):
+    """The time of a `BackOff` has passed."""
+
+    attempt: int
+
+
+class StopReceived(Struct, frozen=True):
+    """A stop of the job was requested; `signal` is the signal received, if there was one.
+
+    `plan` replaces the stop plan of the job.
+    """
+
+    reason: str
+    signal: int | None = None
+    plan: StopPlan | None = None
+
+
+class RestartReceived(Struct, frozen=True):
+    """Another attempt of the job was requested, because of `reason`."""
+
+    reason: str
+
+
+class JoinFailed(Struct, frozen=True):
+    """This node cannot take part in the rendezvous."""
+
+    error: Exception
+
+
+class InstructionReceived(Struct, frozen=True):
+    """The rendezvous has given this node an instruction."""
+
+    instruction: Instruction
+
+
+class BarrierTimedOut(Struct, frozen=True):
+    """The other nodes have not finished an attempt in time, which succeeded here."""
+
+    attempt: int
+
+
+class LeftRendezvous(Struct, frozen=True):
+    """This node is no member of the rendezvous any more."""
+
+
+EffectResult = (
+    GroupStarted
+    | StartFailed
+    | WorkerHung
+    | WorkersAgreed
+    | WorkerEnded
+    | GroupStopped
+    | DecisionMade
+    | DecisionFailed
+    | BackoffElapsed
+    | BarrierTimedOut
+)
+"""Results of effects.  Each carries its attempt number, so that a late one can be dropped."""
+
+Request = Start | StopReceived | RestartReceived | JoinFailed | InstructionReceived | LeftRendezvous
+
+Input = EffectResult | Request
+
+# --------------------------------------------------------------------- effects
+
+
+class StartGroup(Struct, frozen=True):
+    """Spawn all workers; the result is `GroupStarted` or `StartFailed`.
+
+    `placement` is this node's place in the round; None in a job of one node.
+    """
+
+    attempt: int
+    restarts: int
+    placement: Placement | None = None
+
+
+class StopGroup(Struct, frozen=True):
+    """Stop every process of the attempt by `plan`; the result is `GroupStopped`.
+
+    A worker that is being spawned is waited for first.  With `leftovers_only` all
+    workers have exited, and only processes that they left behind are stopped.  `is_ordered`: the
+    rendezvous wants it.
+    """
+
+    attempt: int
+    plan: StopPlan
+    reason: str
+    signal: int | None = None
+    leftovers_only: bool = False
+    is_ordered: bool = False
+
+
+class CallDecide(Struct, frozen=True):
+    """Call the user's `restart.decide`; the result is `DecisionMade` or `DecisionFailed`."""
+
+    attempt: int
+    failure: Failure
+
+
+class BackOff(Struct, frozen=True):
+    """Wait `delay` seconds for an attempt, or before one is judged; then `BackoffElapsed`."""
+
+    attempt: int
+    delay: float
+
+
+class CancelBackOff(Struct, frozen=True):
+    """Cancel the `BackOff`, `CallDecide` or `StartBarrier` in progress; it has no result then."""
+
+
+class Publish(Struct, frozen=True):
+    """Append an event to the event log."""
+
+    event: Event
+
+
+class ShowChange(Struct, frozen=True):
+    """Show the workers that their round is about to be replaced, or that it is not."""
+
+    change: ChangePending
+
+
+class NotePeers(Struct, frozen=True):
+    """Begin the time in which the workers have to finish as those of other nodes have."""
+
+    peers: PeersFinished
+
+
+class Finish(Struct, frozen=True):
+    """The job is over: release everything, publish the end, return to the callers.
+
+    `error` is raised to the callers in place of a result: what the user's callback
+    raised, or why the rendezvous could not be joined.
+    """
+
+    outcome: JobOutcome
+    error: BaseException | None = None
+
+
+class Join(Struct, frozen=True):
+    """Join the rendezvous; the result is `JoinFailed` if that fails, else none."""
+
+
+class SendReport(Struct, frozen=True):
+    """Report to the rendezvous what happened to this node's workers."""
+
+    report: Report
+
+
+class StartBarrier(Struct, frozen=True):
+    """Wait `timeout` seconds for the other nodes; the result is `BarrierTimedOut`.
+
+    None: without limit.
+    """
+
+    attempt: int
+    timeout: float | None
+
+
+class Leave(Struct, frozen=True):
+    """Leave the rendezvous, or stop joining it; the result is `LeftRendezvous`.
+
+    `stays`: first wait, until the grace of the stop is over, for workers of other nodes that
+    need this one.
+    """
+
+    why: str
+    stays: bool = False
+
+
+Effect = (
+    StartGroup
+    | StopGroup
+    | CallDecide
+    | BackOff
+    | CancelBackOff
+    | Publish
+    | ShowChange
+    | NotePeers
+    | Finish
+    | Join
+    | SendReport
+    | StartBarrier
+    | Leave
+)
+
+# ------------------------------------------------------------------ the group
 
 
 class AgentPhase(Enum):
@@ -255,3 +584,172 @@ def why_stopped(stop: StopReceived) -> tuple[str, int]:
     name = signal_name(stop.signal)
     why = stop.reason if name in stop.reason else f"{stop.reason} ({name})"
     return why, 128 + stop.signal
+
+
+# --------------------------------------------------------------- a job of one node
+
+
+class SingleNodeMachine(AgentMachine):
+    """Decides for a job of one node (see `AgentMachine`)."""
+
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        nproc: int,
+        random: Callable[[], float],
+        *,
+        waits_for_stop: bool = False,
+    ) -> None:
+        """Begin with `nproc` workers on this host.
+
+        Args:
+            spec: the job.
+            nproc: number of workers.
+            random: gives numbers from 0 to 1, for the jitter of delays.
+            waits_for_stop: a worker that fails does not end the group; a stop does.
+        """
+        super().__init__(spec, nproc)
+        self._waits_for_stop = waits_for_stop
+        self._budget = RestartBudget(spec.max_restarts, spec.restart, random)
+        self._restart: RestartReceived | None = None
+
+    def __repr__(self) -> str:
+        return f"<SingleNodeMachine {self.phase.value}, attempt {self.attempt}, {self._budget!r}>"
+
+    @property
+    def restarts(self) -> int:
+        """Restarts after failures so far."""
+        return self._budget.restarts
+
+    def _on_request(self, request: Request) -> list[Effect]:
+        if isinstance(request, StopReceived):
+            return self._on_stop_received(request)
+        if isinstance(request, RestartReceived):
+            return self._on_restart_received(request)
+        if not isinstance(request, Start):
+            raise self._impossible("a rendezvous")
+        if self.phase is not AgentPhase.NEW:
+            raise self._impossible("a second start")
+        return self._start()
+
+    def _on_other_result(self, result: EffectResult) -> list[Effect]:
+        match result:
+            case DecisionMade() if self.phase is AgentPhase.DECIDING:
+                return self._apply(result.action)
+            case DecisionFailed() if self.phase is AgentPhase.DECIDING:
+                return self._on_decision_failed(result)
+            case BackoffElapsed() if self.phase is AgentPhase.BACKING_OFF:
+                return self._start()
+            case BackoffElapsed() if self.phase is AgentPhase.DECIDING:
+                return self._judge()
+        return []
+
+    def _start(self) -> list[Effect]:
+        self._restart = None
+        return self._start_group(StartGroup(self.attempt, self._budget.restarts))
+
+    def _on_stop_received(self, stop: StopReceived) -> list[Effect]:
+        if self._stop is not None:
+            return []
+        self._stop = stop
+        if self.phase in LIVE:
+            return self._stop_group(stop.reason, stop.signal, plan=stop.plan)
+        if self.phase in (AgentPhase.DECIDING, AgentPhase.BACKING_OFF):
+            return [CancelBackOff(), *self._finish_stopped()]
+        return [] if self.phase is AgentPhase.STOPPING else self._finish_stopped()
+
+    def _on_restart_received(self, restart: RestartReceived) -> list[Effect]:
+        if self.phase in LIVE:
+            self._restart = restart
+            return self._stop_group(restart.reason)
+        if self.phase is AgentPhase.BACKING_OFF:
+            return [CancelBackOff(), *self._start()]
+        return []
+
+    def _on_loss(self, why: str) -> list[Effect]:
+        return [] if self._waits_for_stop else super()._on_loss(why)
+
+    def _on_failing(self, why: str) -> list[Effect]:
+        if self._waits_for_stop and self._start_failure is None:
+            return []
+        return super()._on_failing(why)
+
+    def _on_group_stopped(self, stopped: GroupStopped) -> list[Effect]:
+        if not stopped.failures:
+            return self._finish_without_failure(has_survivors=stopped.has_survivors)
+        can_follow = not (stopped.has_survivors or self._budget.is_exhausted(self._uptime))
+        if not self._may_be_leaving or not can_follow:
+            return self._judge(has_survivors=stopped.has_survivors)
+        if self._stop is not None:
+            return self._finish_stopped()
+        self.phase = AgentPhase.DECIDING
+        return [BackOff(self.attempt, LEAVING_S)]
+
+    def _judge(self, *, has_survivors: bool = False) -> list[Effect]:
+        root = self._failures[0]
+        failed = AttemptFailed(attempt=self.attempt, root=root, failures=self._failures)
+        if has_survivors:
+            # It holds what the next attempt would need: memory, devices, ports.
+            return [Publish(failed), *self._give_up(CANNOT_KILL)]
+        return [Publish(failed), *self._after_failure(root)]
+
+    def _finish_without_failure(self, *, has_survivors: bool) -> list[Effect]:
+        if self._all_succeeded:
+            return self._finish(JobState.SUCCEEDED, "all workers have finished", 0)
+        if self._stop is not None or self._restart is None:
+            return self._finish_stopped()
+        if has_survivors:
+            return self._give_up(CANNOT_KILL)
+        self.attempt += 1
+        restarting = Restarting(
+            attempt=self.attempt, why=self._restart.reason, delay=0.0, restarts=self.restarts
+        )
+        return [Publish(restarting), *self._start()]
+
+    def _after_failure(self, root: Failure) -> list[Effect]:
+        if self._start_failure is not None and self._start_failure.permanent:
+            return self._give_up(self._start_failure.why_permanent)
+        if self._spec.restart.decide is None or self._budget.is_exhausted(self._uptime):
+            return self._apply(RestartAction.DEFAULT)
+        if self._stop is not None:
+            return self._finish_stopped()
+        self.phase = AgentPhase.DECIDING
+        return [CallDecide(self.attempt, root)]
+
+    def _apply(self, action: RestartAction) -> list[Effect]:
+        root, now = self._failures[0], self._stopped_at
+        decision = self._budget.decide(root, action, self._uptime, now)
+        if not decision.restart:
+            return self._give_up(decision.why)
+        if self._stop is not None:
+            return self._finish_stopped()
+        self._budget.record(now)
+        self.attempt += 1
+        self.phase = AgentPhase.BACKING_OFF
+        restarting = Restarting(
+            attempt=self.attempt,
+            why=decision.why,
+            delay=decision.delay,
+            restarts=self._budget.restarts,
+            returned=self._budget.returned,
+        )
+        if decision.delay:
+            return [Publish(restarting), BackOff(self.attempt, decision.delay)]
+        return [Publish(restarting), *self._start()]
+
+    def _on_decision_failed(self, failed: DecisionFailed) -> list[Effect]:
+        return self._finish(JobState.FAILED, failed.why, self._exit_code_of_failure(), failed.error)
+
+    def _give_up(self, why: str) -> list[Effect]:
+        return self._finish(JobState.FAILED, why, self._exit_code_of_failure())
+
+    def _finish_stopped(self) -> list[Effect]:
+        if self._stop is None:
+            raise self._impossible("a stop that was not requested")
+        return self._finish(JobState.STOPPED, *why_stopped(self._stop))
+
+    def _finish(
+        self, state: JobState, why: str, exit_code: int, error: BaseException | None = None
+    ) -> list[Effect]:
+        self.phase = AgentPhase.DONE
+        return [Finish(JobOutcome(state, why, exit_code, self._budget.restarts), error)]

@@ -98,8 +98,11 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from elastic_aio.agent.machine import LIVE, AgentMachine, AgentPhase, why_stopped
-from elastic_aio.agent.messages import (
+from elastic_aio.agent.machine import (
+    CANNOT_KILL,
+    LIVE,
+    AgentMachine,
+    AgentPhase,
     BarrierTimedOut,
     CancelBackOff,
     Effect,
@@ -123,6 +126,7 @@ from elastic_aio.agent.messages import (
     StartGroup,
     StopReceived,
     WorkersAgreed,
+    why_stopped,
 )
 from elastic_aio.events import AttemptFailed, Event, Restarting
 from elastic_aio.outcome import SIGKILL, Failure, JobOutcome, JobState
@@ -154,7 +158,6 @@ from elastic_aio.spec.stop import StopPlan
 from elastic_aio.text import escape_surrogates
 
 _SUCCESS = "all workers have finished"
-_CANNOT_KILL = "a process could not be killed"
 
 
 class MultiNodeMachine(AgentMachine):
@@ -325,7 +328,7 @@ class MultiNodeMachine(AgentMachine):
         return [SendReport(NodeDraining(why)), *self._end(finish, stays=True)]
 
     def _report_stopped(self, end: GroupStopped) -> list[Effect]:
-        reason = _CANNOT_KILL if end.has_survivors else ""
+        reason = CANNOT_KILL if end.has_survivors else ""
         if self._start_failure is not None and self._start_failure.permanent:
             reason = self._start_failure.why_permanent
         code = self._exit_code_of_failure()

@@ -15,10 +15,9 @@ from typing import Any, TypeAlias
 
 from msgspec.structs import replace
 
-from elastic_aio.agent.decision import call_decide
-from elastic_aio.agent.driver import Driver
+from elastic_aio.agent.driver import Driver, call_decide
 from elastic_aio.agent.event_log import EventLog
-from elastic_aio.agent.messages import (
+from elastic_aio.agent.machine import (
     BarrierTimedOut,
     Effect,
     Finish,
@@ -45,7 +44,7 @@ from elastic_aio.node_events import RoundWaiting
 from elastic_aio.outcome import Failure, JobState
 from elastic_aio.rendezvous.base import AgentPort, Instruction, NodeInfo, Rendezvous, StartRound
 from elastic_aio.spec.job import LaunchSpec
-from elastic_aio.spec.restart import RestartAction
+from elastic_aio.spec.restart import RestartAction, why_undecided
 from elastic_aio.worker.membership import PendingChange, write_pending_change
 
 RendezvousFactory: TypeAlias = Callable[[LaunchSpec, NodeInfo, str, AgentPort], Rendezvous]
@@ -124,7 +123,7 @@ class MultiNodeDriver(Driver):
         self._decide_error = decision
         if isinstance(decision, Exception):
             raise decision
-        raise RuntimeError(f"restart.decide raised {type(decision).__name__}") from decision
+        raise RuntimeError(why_undecided(decision)) from decision
 
     def reserve_master_port(self, address: str) -> int:
         """Return the port that is reserved for the next round's workers at `address`.

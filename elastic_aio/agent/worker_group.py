@@ -17,7 +17,7 @@ from elastic_aio.agent.failures import (
     is_lost_peer_now,
     reason_now,
 )
-from elastic_aio.agent.messages import StopReceived
+from elastic_aio.agent.machine import StopReceived
 from elastic_aio.agent.preflight import check_runnable
 from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.aio import cancel_and_wait, create_task, set_result_if_pending

@@ -130,7 +130,7 @@ from elastic_aio.rendezvous.state import (
     clock_offsets,
     leaving,
 )
-from elastic_aio.spec.restart import DECIDE_TIMEOUT, LEAVING_S, RestartAction
+from elastic_aio.spec.restart import DECIDE_TIMEOUT, LEAVING_S, RestartAction, why_undecided
 from elastic_aio.text import counted, format_duration
 
 _BURST_S = 0.2
@@ -500,7 +500,7 @@ def apply_decision(state: CoordinatorState) -> None:
         case str() as error:
             state.fail_job(error)
         case None if not state.arm(state.round.wait_until):
-            state.fail_job(f"restart.decide has not returned within {DECIDE_TIMEOUT:g} s")
+            state.fail_job(why_undecided(DECIDE_TIMEOUT))
 
 
 def back_off(state: CoordinatorState) -> None:

@@ -142,6 +142,14 @@ Decide: TypeAlias = Callable[[Failure], RestartAction | Awaitable[RestartAction]
 DECIDE_TIMEOUT = 600.0
 """Seconds after which a job ends whose `restart.decide` does not return."""
 
+
+def why_undecided(cause: BaseException | float) -> str:
+    """Return why a job ends: what `restart.decide` has raised, or after how many seconds."""
+    if isinstance(cause, BaseException):
+        return f"restart.decide raised {type(cause).__name__}"
+    return f"restart.decide has not returned within {cause:g} s"
+
+
 LEAVING_S = 0.5
 """Seconds in which a launcher gets the SIGTERM that its workers have got before."""
 

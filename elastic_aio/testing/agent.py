@@ -13,7 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from elastic_aio.agent.event_log import EventLog
-from elastic_aio.agent.messages import Effect, SendReport, StartGroup, StopReceived, WorkerEnded
+from elastic_aio.agent.machine import Effect, SendReport, StartGroup, StopReceived, WorkerEnded
 from elastic_aio.agent.multi_node_driver import MultiNodeDriver
 from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.agent.worker_group import WorkerGroup

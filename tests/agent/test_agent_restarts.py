@@ -305,8 +305,7 @@ async def test_stop_while_the_callback_runs(slow_callbacks: SlowCallbacks, name:
 async def test_a_callback_that_never_answers_ends_the_job(
     slow_callbacks: SlowCallbacks, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("decision", "single_node"):
-        monkeypatch.setattr(f"elastic_aio.agent.{module}.DECIDE_TIMEOUT", 0.25)
+    monkeypatch.setattr("elastic_aio.agent.driver.DECIDE_TIMEOUT", 0.25)
     result = await failed(job(7, decide=getattr(slow_callbacks, name)))
     assert result.reason == "restart.decide has not returned within 0.25 s"
     assert slow_callbacks.asked.is_set()

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec.structs import replace
 
-from elastic_aio.agent.machine import AgentPhase
-from elastic_aio.agent.messages import (
+from elastic_aio.agent.machine import (
+    AgentPhase,
     BackOff,
     BackoffElapsed,
     BarrierTimedOut,

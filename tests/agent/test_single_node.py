@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from elastic_aio.agent.machine import AgentPhase
-from elastic_aio.agent.messages import (
+from elastic_aio.agent.machine import (
+    AgentPhase,
     BackOff,
     BackoffElapsed,
     CallDecide,
@@ -25,6 +25,7 @@ from elastic_aio.agent.messages import (
     Input,
     Publish,
     RestartReceived,
+    SingleNodeMachine,
     Start,
     StartFailed,
     StartGroup,
@@ -33,7 +34,6 @@ from elastic_aio.agent.messages import (
     WorkerEnded,
     WorkerHung,
 )
-from elastic_aio.agent.single_node import SingleNodeMachine
 from elastic_aio.errors import InternalError
 from elastic_aio.events import AttemptFailed, Restarting
 from elastic_aio.outcome import ExitStatus, Failure, JobOutcome, JobState
@@ -651,7 +651,7 @@ def test_a_callback_that_fails_ends_the_job_with_its_error() -> None:
     """The callers get the exception of their callback."""
     error = KeyError("x")
     one = machine(Start(), STARTED, ended(1, BAD), group_stopped(failure()), **ASKING)
-    effects = one.handle(DecisionFailed(0, error))
+    effects = one.handle(DecisionFailed(0, "restart.decide raised KeyError", error))
     assert effects == [
         Finish(JobOutcome(JobState.FAILED, "restart.decide raised KeyError", 7, 0), error)
     ]
@@ -663,7 +663,7 @@ def test_a_callback_that_fails_ends_the_job_with_its_error() -> None:
 def test_a_callback_that_does_not_answer_ends_the_job() -> None:
     one = machine(Start(), STARTED, ended(1, BAD), group_stopped(failure()), **ASKING)
     why = "restart.decide has not returned within 600 s"
-    assert one.handle(DecisionFailed(0, None)) == [finish_as(JobState.FAILED, why, 7, 0)]
+    assert one.handle(DecisionFailed(0, why)) == [finish_as(JobState.FAILED, why, 7, 0)]
     assert one.phase is AgentPhase.DONE
 
 
@@ -703,7 +703,7 @@ LATE: list[Input] = [
     group_stopped(failure()),
     group_stopped(),
     DecisionMade(0, RestartAction.GIVE_UP),
-    DecisionFailed(0, KeyError()),
+    DecisionFailed(0, "it raised", KeyError()),
     BackoffElapsed(0),
     GroupStarted(7, 50.0),
     group_stopped(attempt=7),
@@ -990,7 +990,7 @@ class Jobs(RuleBasedStateMachine):
     def the_callback_fails(self) -> None:
         assert self.asked is not None
         attempt, self.asked = self.asked, None
-        self.handle(DecisionFailed(attempt, KeyError("x")))
+        self.handle(DecisionFailed(attempt, "it raised", KeyError("x")))
 
     @precondition(lambda self: self.waiting is not None)
     @rule()

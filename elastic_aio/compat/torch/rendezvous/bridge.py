@@ -74,6 +74,7 @@ from elastic_aio.spec.restart import (
     RestartAction,
     RestartBudget,
     RestartPolicy,
+    why_undecided,
 )
 from elastic_aio.spec.torchrun import TORCHRUN_DEFAULTS
 from elastic_aio.sync import LoopThread
@@ -285,8 +286,7 @@ class HandlerRendezvous(Rendezvous):
                     deciding.add_done_callback(lambda task: task.cancelled() or task.exception())
                     deciding.cancel()
                 if is_late:
-                    why = f"restart.decide has not returned within {self._decide_timeout:g} s"
-                    return self._failed(stopped, why), None
+                    return self._failed(stopped, why_undecided(self._decide_timeout)), None
                 action = deciding.result()
             now = time.monotonic()
             decision = self._budget.decide(failures[0], action, stopped.runtime, now)
