@@ -72,6 +72,29 @@ def _separate_loops() -> None:
 os.register_at_fork(after_in_child=_separate_loops)
 
 
+class ForkGuard:
+    """Says whether this is a copy in a fork of the process in which it was made.
+
+    What it guards is then the parent's: a copy signals, reaps and closes nothing.  `is_copy` is an
+    attribute, so that a look costs no system call.
+    """
+
+    def __init__(self) -> None:
+        self.is_copy = False
+        _guards.add(self)
+
+
+_guards: weakref.WeakSet[ForkGuard] = weakref.WeakSet()
+
+
+def _mark_copies() -> None:
+    for guard in _guards:
+        guard.is_copy = True
+
+
+os.register_at_fork(after_in_child=_mark_copies)
+
+
 def running_loop() -> asyncio.AbstractEventLoop:
     """Return the running event loop; public entry points call it before they do anything.
 
@@ -119,7 +142,7 @@ async def run_shielded(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
     Raises:
         Exception: raised by the coroutine.
     """
-    process = os.getpid()
+    fork = ForkGuard()
     task = create_task(start())
     cancelled: asyncio.CancelledError | None = None
     while True:
@@ -127,7 +150,7 @@ async def run_shielded(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
             await wait_shielded(task)
         except asyncio.CancelledError as error:
             cancelled = error
-            if os.getpid() != process:
+            if fork.is_copy:
                 raise  # the work is the parent's
         if not task.cancelled():
             break
@@ -148,7 +171,7 @@ async def wait_shielded(future: asyncio.Future[Any]) -> None:
 
     Cancellation: raised after `future` is done; in a fork at once.
     """
-    process = os.getpid()
+    fork = ForkGuard()
     cancelled: asyncio.CancelledError | None = None
     with _anyio_shield():
         while not future.done():
@@ -156,7 +179,7 @@ async def wait_shielded(future: asyncio.Future[Any]) -> None:
                 await asyncio.wait([future])
             except asyncio.CancelledError as error:
                 cancelled = error
-                if os.getpid() != process:
+                if fork.is_copy:
                     raise  # what it waits for happens in the parent
     if cancelled is not None:
         raise cancelled

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
-from elastic_aio.aio import create_task
+from elastic_aio.aio import ForkGuard, create_task
 from elastic_aio.control.sockets import SOCKET_SUFFIX, is_peer_allowed, make_directory
 from elastic_aio.sockets import Acceptor
 from elastic_aio.text import error_reason
@@ -58,7 +58,7 @@ class ControlServer:
         """Of the socket; empty while nothing listens."""
         self._job = weakref.ref(job)
         self._on_unavailable = on_unavailable
-        self._pid = os.getpid()
+        self._fork = ForkGuard()
         self._loop = asyncio.get_running_loop()
         self._acceptor: Acceptor | None = None
         self._watcher: InotifyWatcher | None = None
@@ -81,7 +81,7 @@ class ControlServer:
 
     def _listen(self) -> None:
         directory = make_directory()
-        name = f"{self._pid}-{os.urandom(4).hex()}{SOCKET_SUFFIX}"
+        name = f"{os.getpid()}-{os.urandom(4).hex()}{SOCKET_SUFFIX}"
         unfinished = os.path.join(directory, f".{name}")
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         acceptor = Acceptor([listener], self._on_connection)
@@ -116,7 +116,7 @@ class ControlServer:
         """Listen no more; answers in progress go on.  Idempotent; needs no running loop."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._acceptor is None or os.getpid() != self._pid:
+        if self._acceptor is None or self._fork.is_copy:
             return
         self._acceptor.close()
         self._acceptor = None

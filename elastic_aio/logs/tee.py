@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
-from elastic_aio.aio import create_task, when_all_done
+from elastic_aio.aio import ForkGuard, create_task, when_all_done
 from elastic_aio.logs.console import Sink, SinkLost, styled
 from elastic_aio.logs.lines import (
     Frame,
@@ -230,7 +229,7 @@ class _Pump:
     """Copies to one sink, a chunk of each grown file in turn."""
 
     def __init__(self, sink: Sink, on_lost: Callable[[Sink, str], None]) -> None:
-        self._pid = os.getpid()
+        self._fork = ForkGuard()
         self._sink = sink
         self._on_lost = on_lost
         self._queue: deque[LogTailer] = deque()
@@ -265,16 +264,11 @@ class _Pump:
     def _on_done(self, task: asyncio.Task[None]) -> None:
         # A loop that shuts down cancels this task too, while the workers are still being
         # stopped and write their last lines.
-        if task.cancelled() and not self._is_closed and not self._is_in_fork:
+        if task.cancelled() and not self._is_closed and not self._fork.is_copy:
             self._start()
 
-    @property
-    def _is_in_fork(self) -> bool:
-        """Whether this is a copy in a fork of the process: its parent copies the output."""
-        return os.getpid() != self._pid
-
     async def _run(self) -> None:
-        while not self._is_in_fork:
+        while not self._fork.is_copy:  # whose parent copies the output
             if not self._queue:
                 self._woken.clear()
                 await self._woken.wait()

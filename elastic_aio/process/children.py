@@ -48,7 +48,7 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
-from elastic_aio.aio import create_task, set_result_if_pending
+from elastic_aio.aio import ForkGuard, create_task, set_result_if_pending
 from elastic_aio.errors import SpawnError
 from elastic_aio.outcome import ExitStatus, ResourceUsage
 from elastic_aio.process import proc
@@ -271,7 +271,7 @@ class PidfdChild:
     ) -> None:
         """Begin; `reaped` is done when it is reaped, if that follows its exit."""
         self.pid = pid
-        self._parent = os.getpid()
+        self._fork = ForkGuard()
         self.exited: asyncio.Future[ChildExit] = asyncio.get_running_loop().create_future()
         self.reaped = reaped or self.exited
         self.on_exit: Callable[[ChildExit], object] = bool  # no callback by default
@@ -282,11 +282,6 @@ class PidfdChild:
     def __repr__(self) -> str:
         state = str(self.exited.result().status) if self.exited.done() else "running"
         return f"<Child {self.pid}: {state}>"
-
-    @property
-    def _is_copy(self) -> bool:
-        """Whether this is a copy in a fork of the parent, which has no such child."""
-        return os.getpid() != self._parent
 
     def set_exited(self, ended: ChildExit) -> None:
         """Note how it has ended."""
@@ -299,7 +294,7 @@ class PidfdChild:
 
     def send_signal(self, number: int) -> bool:
         # A zombie accepts signals too (kill(2)), so the check comes first.
-        if self._is_copy or self.has_ended():
+        if self._fork.is_copy or self.has_ended():
             return False
         try:
             signal.pidfd_send_signal(self._pidfd, number)
@@ -495,7 +490,7 @@ class _AsyncioChild(PidfdChild):
         self._end = self._end or _peek(self._pidfd)
         self._pidfd = -1  # the watch closes it
         # asyncio reaps it in this iteration of the loop, and says so three iterations later.
-        if self._end is not None and not self._is_copy:
+        if self._end is not None and not self._fork.is_copy:
             self._set_exit(*self._end)
 
     def _wait(self) -> None:
@@ -503,7 +498,7 @@ class _AsyncioChild(PidfdChild):
         self._wait_task.add_done_callback(self._on_waited)
 
     def _on_waited(self, task: asyncio.Task[int]) -> None:
-        if self._is_copy:
+        if self._fork.is_copy:
             return
         if task.cancelled():
             # The loop shuts down and cancels all tasks, while the stop of the tree still

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from elastic_aio.aio import create_task, run_shielded, set_result_if_pending
+from elastic_aio.aio import ForkGuard, create_task, run_shielded, set_result_if_pending
 from elastic_aio.errors import HostError
 from elastic_aio.process.children import Child, ReapedChild
 from elastic_aio.process.guardian_process import FAILED, GuardedJob, GuardianProcess
@@ -204,7 +204,7 @@ class _LoopAnchor:
     """
 
     def __init__(self, descriptor: int, on_collected: Callable[[], None]) -> None:
-        self._pid = os.getpid()
+        self._fork = ForkGuard()
         self._descriptor = descriptor
         self._on_collected = on_collected
         asyncio.get_running_loop().add_reader(descriptor, self._on_readable)
@@ -214,7 +214,7 @@ class _LoopAnchor:
 
     def __del__(self) -> None:
         os.close(self._descriptor)
-        if os.getpid() == self._pid:  # else a fork has closed its copy of the loop
+        if not self._fork.is_copy:  # else a fork has closed its copy of the loop
             self._on_collected()
 
 
