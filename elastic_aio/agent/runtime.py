@@ -34,12 +34,13 @@ no step may release what a later step, or the guardian in place of this process,
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import asdict
 
@@ -48,12 +49,13 @@ from elastic_aio.agent.logs import JobOutput
 from elastic_aio.agent.preflight import device_env, startup_env, worker_cpus, worker_env
 from elastic_aio.agent.program import PerRankOverrides, Program
 from elastic_aio.agent.worker_store import MASTER_ADDR, MasterPorts
-from elastic_aio.aio import PausableClock, run_shielded
+from elastic_aio.aio import ForkGuard, PausableClock, run_in_thread, run_shielded
 from elastic_aio.errors import HostError, SpawnError
 from elastic_aio.events import (
     Event,
     GuardianLost,
     GuardianRestarted,
+    LogsNotRemoved,
     StopEscalated,
     StopRequested,
     WorkerAbandoned,
@@ -88,6 +90,10 @@ from elastic_aio.worker.context import (
 if TYPE_CHECKING:
     from elastic_aio.agent.failures import WorkerRecord
     from elastic_aio.logs.paths import WorkerLogs
+
+
+_RUNS_S: Final = 10.0
+"""Seconds that the removal of old runs may take at the end: a file server may be gone."""
 
 
 class LocalRuntime:
@@ -131,7 +137,7 @@ class LocalRuntime:
         self.publish = publish
         self.publish_later = publish_later or (lambda make: publish(make()))
         self.clock = PausableClock()
-        self._pid = os.getpid()
+        self._fork = ForkGuard()
         self.program = Program(spec, partial(self._spawn_listed, spawner), overrides)
         self.master_ports = MasterPorts(spec, self._on_store_refused)
         self.output = JobOutput(
@@ -231,7 +237,7 @@ class LocalRuntime:
         Returns whether a log directory remains.  Idempotent; safe to call again after
         cancellation.  A copy in a fork closes nothing, since all of it is the parent's.
         """
-        if os.getpid() != self._pid:
+        if self._fork.is_copy:
             return False
         await self.master_ports.aclose()
         await self.liveness.aclose()
@@ -252,12 +258,29 @@ class LocalRuntime:
             self._reserved = 0
         has_logs = self.output.remove_empty()
         if self.spec.logs.keep_runs is not None:
-            from elastic_aio.agent.retention import remove_old_runs
-
-            await remove_old_runs(self.spec, self.output.directory, self.publish)
+            await self._remove_old_runs(self.spec.logs.keep_runs)
         self.output.directory.close()
         self.attempt = -1
         return has_logs
+
+    async def _remove_old_runs(self, kept: int) -> None:
+        """Remove the directories of the runs that are not kept.
+
+        A node that has not met the others does not know which of them are this run's: it removes
+        none.
+
+        Cancellation: leaves the thread that removes them running; it ends with the program.
+        """
+        directory = self.output.directory
+        if not (directory.job or self.spec.nnodes.maximum == 1):
+            return
+        try:
+            async with asyncio.timeout(_RUNS_S):
+                await run_in_thread(directory.remove_old_runs, kept, daemon=True)
+        except TimeoutError:
+            self.publish(LogsNotRemoved(why=f"it has taken more than {_RUNS_S:g} s"))
+        except OSError as error:
+            self.publish(LogsNotRemoved(why=error_reason(error)))
 
     async def _close_fork_server(self) -> None:
         """Stop the fork server, and the processes that its modules have started."""
@@ -333,10 +356,8 @@ class LocalRuntime:
             SpawnError: the directory cannot be made.
         """
         await self.program.forget_results()
-        if self.spec.logs.keep_attempts is not None:
-            from elastic_aio.agent.retention import remove_old_attempts
-
-            await remove_old_attempts(self.spec, self.output.directory, attempt)
+        if (kept := self.spec.logs.keep_attempts) is not None:
+            await run_in_thread(self.output.directory.remove_attempts, attempt - kept)
         self.output.begin_attempt(attempt, group_rank)
 
     # -------------------------------------------------------------- a worker

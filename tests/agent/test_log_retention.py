@@ -24,7 +24,7 @@ from elastic_aio import (
     SpecError,
     launch,
 )
-from elastic_aio.agent import retention
+from elastic_aio.agent import runtime
 from elastic_aio.logs import trimmer
 from elastic_aio.logs.files import RunDirectory
 from tests.support.children import DEADLINE_S, file_console, python, shell, until
@@ -172,7 +172,7 @@ async def test_a_directory_that_does_not_answer(
     """The job ends without it, and says so."""
     answer = threading.Event()
     monkeypatch.setattr(RunDirectory, "remove_old_runs", lambda *_: answer.wait(DEADLINE_S))
-    monkeypatch.setattr(retention, "_RUNS_S", 0.1)
+    monkeypatch.setattr(runtime, "_RUNS_S", 0.1)
     seen: list[Event] = []
     spec = LaunchSpec(["true"], logs=LogSpec(log_dir=tmp_path, keep_runs=1))
     try:
