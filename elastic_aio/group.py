@@ -197,8 +197,9 @@ class BareGroup:
 
     @property
     def _workers(self) -> WorkerGroup:
-        assert self._running.group is not None, "the agent starts a group first"
-        return self._running.group
+        group = self._running.group
+        assert isinstance(group, WorkerGroup), "the agent starts a group first"
+        return group
 
 
 # ------------------------------------------------------------------ start_processes

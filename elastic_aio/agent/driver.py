@@ -22,9 +22,10 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from signal import SIGCONT, SIGSTOP
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from elastic_aio.agent.event_log import EventLog
+from elastic_aio.agent.failures import WorkerRecord
 from elastic_aio.agent.logs import JobOutput
 from elastic_aio.agent.machine import (
     AgentMachine,
@@ -53,6 +54,7 @@ from elastic_aio.agent.machine import (
 from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.agent.worker_group import WorkerGroup
 from elastic_aio.aio import (
+    ForkGuard,
     create_task,
     run_in_thread,
     run_shielded,
@@ -73,9 +75,11 @@ from elastic_aio.outcome import (
 )
 from elastic_aio.process.children import ChildExit
 from elastic_aio.process.proc import ended_by_default, has_missed_sigterm
+from elastic_aio.process.tree import Survivor
 from elastic_aio.ranks import NodeSize, assign_node_ranks
 from elastic_aio.spec.restart import DECIDE_TIMEOUT, Decide, RestartAction, why_undecided
 from elastic_aio.spec.stop import StopPlan
+from elastic_aio.status import JobStatus
 
 if TYPE_CHECKING:
     from elastic_aio.stacks import StackDump
@@ -84,6 +88,46 @@ _SHUTDOWN = "the event loop is shutting down"
 
 _ATTEMPTS_MAX = 100
 """Attempts of a result: a job may restart for months."""
+
+
+class Group(Protocol):
+    """The workers of one attempt, as a driver needs them; `WorkerGroup` has the meaning."""
+
+    attempt: int
+    records: dict[int, WorkerRecord]
+
+    @property
+    def first_success(self) -> tuple[int, float] | None:
+        """Rank of the first worker that exited with 0 by itself, and when."""
+
+    async def start(self) -> None:
+        """Start all workers."""
+
+    def begin_stop(self, plan: StopPlan) -> None:
+        """Send the first signal of a plan."""
+
+    def announce_stop(
+        self, plan: StopPlan, reason: str, signal: int | None = None, *, is_ordered: bool = False
+    ) -> None:
+        """Publish why a stop begins."""
+
+    async def stop(self, plan: StopPlan, *, leftovers_only: bool = False) -> list[Survivor]:
+        """Stop every process of the attempt, and close the group."""
+
+    async def stop_processes(self, plan: StopPlan) -> list[Survivor]:
+        """Stop every process of the attempt."""
+
+    def end_linger(self, stop: StopReceived | None = None) -> None:
+        """Wait no longer for what workers have left behind."""
+
+    async def close(self) -> None:
+        """Finish the logs."""
+
+    async def result(self) -> AttemptResult:
+        """Return what became of the group."""
+
+    def with_reports(self, status: JobStatus) -> JobStatus:
+        """Add what the workers have reported to a status."""
 
 
 class Driver:
@@ -107,12 +151,12 @@ class Driver:
             machine: decides what to do.
             event_log: gets every event.
         """
-        self._pid = os.getpid()
+        self._fork = ForkGuard()
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.outcome: JobOutcome | None = None
         self.result: LaunchResult | None = None
         self.error: BaseException | None = None
-        self.group: WorkerGroup | None = None
+        self.group: Group | None = None
         self.is_left = False
         self._runtime = runtime
         self._machine = machine
@@ -162,7 +206,7 @@ class Driver:
         keeper = create_task(self._keep(), name=f"end of run {self._runtime.run_id}")
         self._tasks.add(keeper)
         keeper.add_done_callback(self._tasks.discard)
-        self._on_input(Start())
+        self.receive(Start())
 
     async def _keep(self) -> None:
         """Keep an event loop that shuts down, and so cancels all tasks, until the job is over.
@@ -183,7 +227,7 @@ class Driver:
     @property
     def is_copy(self) -> bool:
         """Whether this is a copy in a fork of the process that runs the job."""
-        return os.getpid() != self._pid
+        return self._fork.is_copy
 
     def abandon(self) -> None:
         """Stop the job, since its agent was garbage-collected."""
@@ -207,18 +251,18 @@ class Driver:
         self, reason: str, signal: int | None = None, plan: StopPlan | None = None
     ) -> None:
         """End the job by its stop plan or by `plan`, which then starts with `signal`."""
-        self._on_input(StopReceived(reason, signal, plan))
+        self.receive(StopReceived(reason, signal, plan))
 
     def request_restart(self, reason: str) -> None:
         """Replace the present attempt by another one."""
-        self._on_input(RestartReceived(reason))
+        self.receive(RestartReceived(reason))
 
     def kill(self, reason: str = "", stop: StopReceived | None = None) -> None:
         """Shorten every stop to SIGKILL because of `reason`, and end the job by `stop`."""
         why = "an immediate stop was requested"
         # First: a stop that begins sends its first signal at once.
         self._runtime.tree.escalate_to_kill(reason or why)
-        self._on_input(stop or StopReceived(why))
+        self.receive(stop or StopReceived(why))
 
     def forward(self, signal: int, *, is_for_all: bool) -> None:
         """Send a signal that this process has received to the workers that handle it, or to all."""
@@ -263,7 +307,7 @@ class Driver:
 
     # ---------------------------------------------------------------- inputs
 
-    def _on_input(self, received: Input) -> None:
+    def receive(self, received: Input) -> None:
         """Hand an input to the state machine and perform the effects that it returns."""
         self._inputs.append(received)
         if self._is_handling or self.is_copy:
@@ -288,7 +332,7 @@ class Driver:
     def _on_exit(self, local_rank: int, ended: ChildExit) -> None:
         group = self._current_group
         record = group.records[local_rank]
-        self._on_input(
+        self.receive(
             WorkerEnded(
                 group.attempt,
                 local_rank,
@@ -314,10 +358,10 @@ class Driver:
         attempt, local_rank = self._current_group.attempt, failure.local_rank
         why = "another attempt would need what this worker holds"
         stuck = StartFailed(attempt, failure.message, True, 1, local_rank, why)
-        self._on_input(stuck)
+        self.receive(stuck)
 
     def _on_hung(self, local_rank: int, why: str) -> None:
-        self._on_input(WorkerHung(self._current_group.attempt, local_rank, why))
+        self.receive(WorkerHung(self._current_group.attempt, local_rank, why))
 
     async def dump(self, reason: str) -> StackDump:
         """Read the stacks of all workers of the present attempt (see `Liveness.dump`)."""
@@ -363,7 +407,7 @@ class Driver:
             elif (error := task.exception()) is not None:
                 self._on_defect(effect, error)
             elif (received := task.result()) is not None:
-                self._on_input(received)
+                self.receive(received)
 
         task.add_done_callback(on_done)
         return task
@@ -410,7 +454,7 @@ class Driver:
 
     # --------------------------------------------------------------- effects
 
-    def _make_group(self, effect: StartGroup) -> WorkerGroup:
+    def _make_group(self, effect: StartGroup) -> Group:
         placement, nproc = effect.placement, self._runtime.nproc
         if placement is None:
             (node,) = assign_node_ranks([NodeSize(self._runtime.spec.role, nproc)])
@@ -431,7 +475,7 @@ class Driver:
         )
 
     @property
-    def _current_group(self) -> WorkerGroup:
+    def _current_group(self) -> Group:
         assert self.group is not None, "the state machine starts a group first"
         return self.group
 

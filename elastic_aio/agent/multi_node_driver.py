@@ -56,7 +56,11 @@ _NOTICE_S = 60.0
 
 
 class MultiNodeDriver(Driver):
-    """One node of a job of many; the rendezvous sees it as its `AgentPort`."""
+    """One node of a job of many; the rendezvous sees it as its `AgentPort`.
+
+    Attributes:
+        rendezvous: this node's part in it.
+    """
 
     def __init__(
         self,
@@ -79,7 +83,7 @@ class MultiNodeDriver(Driver):
         super().__init__(runtime, MultiNodeMachine(spec, nproc), event_log)
         node = NodeInfo(name=runtime.host, pid=os.getpid(), nproc=nproc, role=spec.role)
         make = make_rendezvous or _make_from_backend
-        self._rendezvous = make(spec, node, runtime.run_id, self)
+        self.rendezvous = make(spec, node, runtime.run_id, self)
         self._joining: asyncio.Task[Any] | None = None
         self._leaving: asyncio.Task[Any] | None = None
         self._staying: asyncio.Task[None] | None = None
@@ -87,7 +91,7 @@ class MultiNodeDriver(Driver):
         """When the grace of the stop of this node is over, by the clock of the runtime."""
         self._is_member = self._shows_change = False
         self._decide_error: BaseException | None = None
-        runtime.liveness.on_agreed = self._on_agreed
+        runtime.liveness.on_agreed = self.on_agreed
 
     # ------------------------------------------------ calls of the rendezvous
 
@@ -96,10 +100,10 @@ class MultiNodeDriver(Driver):
         if isinstance(instruction, StartRound):
             self._decide_error = None
             # A backend may not know it: then all jobs of this run id are one run.
-            self.output.directory.note_job(self._rendezvous.job or self._runtime.run_id)
+            self.output.directory.note_job(self.rendezvous.job or self._runtime.run_id)
             if instruction.placement.span.group_rank == 0:
                 self._runtime.master_ports.claim(instruction.placement.master_port)
-        self._on_input(InstructionReceived(instruction))
+        self.receive(InstructionReceived(instruction))
 
     def on_event(self, event: Event) -> None:
         """Take an event for this node's readers."""
@@ -135,12 +139,13 @@ class MultiNodeDriver(Driver):
 
     # -------------------------------------------------------------- requests
 
-    def _on_input(self, received: Input) -> None:
+    def receive(self, received: Input) -> None:
+        """Hand an input to the state machine, and note when the grace of a stop ends."""
         if isinstance(received, StopReceived):
             plan = received.plan or self._runtime.spec.stop
             now = self._runtime.clock.now()
             self._stop_ends_at = self._stop_ends_at or now + plan.grace
-        super()._on_input(received)
+        super().receive(received)
 
     def kill(self, reason: str = "", stop: StopReceived | None = None) -> None:
         """Shorten every stop to SIGKILL, wait for no other node, and end the job."""
@@ -149,7 +154,7 @@ class MultiNodeDriver(Driver):
             self._staying.cancel()
         if self._leaving is not None and not self._leaving.done():
             why = "an immediate stop was requested"
-            self._run(Leave(why), self._rendezvous.leave(why))
+            self._run(Leave(why), self.rendezvous.leave(why))
 
     # --------------------------------------------------------------- effects
 
@@ -159,7 +164,7 @@ class MultiNodeDriver(Driver):
                 self._is_member = True
                 self._joining = self._run(effect, self._join())
             case SendReport(report):
-                self._rendezvous.report(report)
+                self.rendezvous.report(report)
             case StartBarrier():
                 self._waiting = self._run(effect, self._wait_at_barrier(effect))
             case Leave():
@@ -174,8 +179,9 @@ class MultiNodeDriver(Driver):
             case _:
                 super()._perform(effect)
 
-    def _on_agreed(self, attempt: int, change: int) -> None:
-        self._on_input(WorkersAgreed(attempt, change))
+    def on_agreed(self, attempt: int, change: int) -> None:
+        """Note that all workers of an attempt agree to a pending change."""
+        self.receive(WorkersAgreed(attempt, change))
 
     def _show_change(self, why: str, time_left: float | None, number: int = 0) -> None:
         if time_left is None and not self._shows_change:
@@ -189,7 +195,7 @@ class MultiNodeDriver(Driver):
 
     async def _join(self) -> Input | None:
         try:
-            await self._rendezvous.open()
+            await self.rendezvous.open()
         except (SpecError, HostError) as error:
             return JoinFailed(error)
         return None
@@ -200,19 +206,19 @@ class MultiNodeDriver(Driver):
         timer = asyncio.get_running_loop().call_later(_NOTICE_S, self.on_event, notice)
         try:
             if effect.timeout is None:
-                await (self._rendezvous.abandoned() or wait_forever())
+                await (self.rendezvous.abandoned() or wait_forever())
             else:
                 await self._runtime.clock.sleep(effect.timeout)
         finally:
             timer.cancel()
-        await self._rendezvous.wait_unneeded()
+        await self.rendezvous.wait_unneeded()
         return BarrierTimedOut(effect.attempt)
 
     async def _leave(self, effect: Leave) -> Input:
         left = self._stop_ends_at - self._runtime.clock.now()
         if effect.stays and left > 0:
             # A kill cancels it, so it has a task of its own.
-            waiting = self._rendezvous.wait_unneeded()
+            waiting = self.rendezvous.wait_unneeded()
             self._staying = create_task(waiting, name="stay for the workers of other nodes")
             try:
                 await asyncio.wait([self._staying], timeout=left)
@@ -229,7 +235,7 @@ class MultiNodeDriver(Driver):
         if self._joining is not None and not self._joining.done():
             self._abandon(self._joining)
             await asyncio.wait([self._joining])
-        await self._rendezvous.leave(why)
+        await self.rendezvous.leave(why)
         self._is_member = False
 
     def _on_cancelled(self, effect: Effect) -> None:
@@ -238,8 +244,8 @@ class MultiNodeDriver(Driver):
             self._leaving = self._run(effect, self._leave(effect))
 
     async def _finish(self, effect: Finish) -> None:
-        if self._rendezvous.job:
-            self.output.directory.note_job(self._rendezvous.job)
+        if self.rendezvous.job:
+            self.output.directory.note_job(self.rendezvous.job)
         if self._is_member:
             # A defect ended the job; an error that follows from it must not hide it.
             with contextlib.suppress(Exception):

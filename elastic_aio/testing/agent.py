@@ -12,11 +12,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from elastic_aio.agent.driver import Group
 from elastic_aio.agent.event_log import EventLog
+from elastic_aio.agent.failures import WorkerRecord
 from elastic_aio.agent.machine import Effect, SendReport, StartGroup, StopReceived, WorkerEnded
 from elastic_aio.agent.multi_node_driver import MultiNodeDriver
 from elastic_aio.agent.runtime import LocalRuntime
-from elastic_aio.agent.worker_group import WorkerGroup
 from elastic_aio.agent.worker_store import MasterPorts, ReservedPort
 from elastic_aio.aio import create_task
 from elastic_aio.events import Event
@@ -38,6 +39,7 @@ from elastic_aio.rendezvous.base import (
 from elastic_aio.rendezvous.dynamic import SILENT, DynamicRendezvous
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.stop import StopPlan
+from elastic_aio.status import JobStatus
 from elastic_aio.testing.invariants import InvariantChecker
 from elastic_aio.testing.node import SimNode, WorkerBehavior
 from elastic_aio.testing.process import SimProcess
@@ -122,9 +124,9 @@ class SimDriver(MultiNodeDriver):
                     self.node.is_standing_by = False
             self.checker.on_event(self.node, event)
 
-    def _make_group(self, effect: StartGroup) -> WorkerGroup:
+    def _make_group(self, effect: StartGroup) -> Group:
         assert effect.placement is not None
-        group = SimGroup(self, effect.attempt, effect.placement)
+        group = SimGroup(self, self._runtime, effect.attempt, effect.placement)
         self.node.end = group.end
         return group
 
@@ -169,16 +171,19 @@ class SimMasterPorts(MasterPorts):
         return ReservedPort(address, store.port, store)
 
 
-class SimGroup(WorkerGroup):
-    """The workers of one attempt, which behave as the simulation says."""
+class SimGroup:
+    """The workers of one attempt, which behave as the simulation says (see `Group`)."""
 
-    def __init__(self, driver: SimDriver, attempt: int, placement: Placement) -> None:
+    def __init__(
+        self, driver: SimDriver, runtime: LocalRuntime, attempt: int, placement: Placement
+    ) -> None:
         self.attempt = attempt
         self.placement = placement
-        self.records = {}
+        self.records: dict[int, WorkerRecord] = {}
+        self.first_success: tuple[int, float] | None = None
         self._driver = driver
         self._node = driver.node
-        self._runtime = driver._runtime
+        self._runtime = runtime
         self._starting: asyncio.Task[None] | None = None
         self._is_stopping = self._node.is_stopping = False
         self._began_at = self._node.host.wall_clock
@@ -223,7 +228,7 @@ class SimGroup(WorkerGroup):
             node.note(f"the workers of round {placement.round} have succeeded")
         for local_rank in range(1 if exit_code else self._runtime.nproc):
             ended = WorkerEnded(self.attempt, local_rank, status, is_victim=False)
-            self._driver._on_input(ended)
+            self._driver.receive(ended)
 
     def begin_stop(self, plan: StopPlan) -> None:
         pass  # simulated workers notice a stop at once
@@ -243,6 +248,12 @@ class SimGroup(WorkerGroup):
             self._node.running = None
         await self.close()
         return []
+
+    async def stop_processes(self, plan: StopPlan) -> list[Survivor]:
+        return await self.stop(plan)
+
+    def with_reports(self, status: JobStatus) -> JobStatus:
+        return status  # simulated workers report nothing
 
     def end_linger(self, stop: StopReceived | None = None) -> None:
         pass  # simulated workers leave nothing behind

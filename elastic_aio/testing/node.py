@@ -88,7 +88,7 @@ class SimNode:
     @property
     def coordinator(self) -> Any:
         """What coordinates the job here, if this node is the coordinator."""
-        rendezvous: Any = None if self.driver is None else self.driver._rendezvous
+        rendezvous: Any = None if self.driver is None else self.driver.rendezvous
         session = None if rendezvous is None else rendezvous._session
         return None if session is None else session._runner
 
@@ -124,7 +124,7 @@ class SimNode:
     def agree_to_change(self) -> None:
         """Let all workers agree to the change that is announced to them, if there is one."""
         if self.change >= 0 and self.running is not None and self.driver is not None:
-            self.process.inject(self.driver._on_agreed, self.running.attempt, self.change)
+            self.process.inject(self.driver.on_agreed, self.running.attempt, self.change)
 
     def end_workers(self, exit_code: int) -> None:
         """Let one worker fail with `exit_code`, or all succeed with 0."""

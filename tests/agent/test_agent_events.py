@@ -32,6 +32,7 @@ from elastic_aio import (
     launch,
 )
 from elastic_aio.agent import worker_group
+from elastic_aio.agent.agent import driver_of
 from elastic_aio.agent.event_log import EventLog
 from elastic_aio.agent.failures import WorkerRecord
 from tests.support.children import (
@@ -224,7 +225,7 @@ async def test_siblings_are_signalled_before_exits_are_explained(
     signals: list[list[set[int]]] = []
 
     def explain(worker: WorkerRecord) -> str:
-        driver = agent._started_driver
+        driver = driver_of(agent)
         assert driver.group is not None
         pids = [record.pid for record in driver.group.records.values()]
         signals.append([{*driver._runtime.tree.stop_signals(pid)} for pid in pids])

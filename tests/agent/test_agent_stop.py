@@ -29,6 +29,7 @@ from elastic_aio import (
     WorkerExited,
     launch,
 )
+from elastic_aio.agent.agent import driver_of
 from elastic_aio.process import children, proc
 from elastic_aio.process.children import Child, ChildExit, ChildSpec, Spawner, command_spawner
 from elastic_aio.process.guardian import Guardian
@@ -360,7 +361,7 @@ async def test_a_suspension_that_fails_continues_the_workers(tmp_path: Path) -> 
     async with Agent(spec) as agent:
         pids = await until(noted(tmp_path, 2))
         with pytest.raises(RuntimeError, match="not suspended"):
-            await agent._started_driver.suspend_while(wait)
+            await driver_of(agent).suspend_while(wait)
         assert all(proc.read_process(pid).state != "T" for pid in pids)  # type: ignore[union-attr]  # they run
 
 
