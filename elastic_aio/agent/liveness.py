@@ -309,10 +309,8 @@ class NotifySockets:
     ) -> None:
         """Begin without sockets.
 
-        Args:
-            on_message: called with local rank and content of each message.
-            find_worker: returns the local rank of the worker that leads a session.
-            period: seconds after which a socket is read again.
+        `on_message` is called with local rank and content of each message, `find_worker` returns
+        the local rank of the worker that leads a session, and `period` is in seconds.
         """
         self.address = ""
         """The address for `NOTIFY_SOCKET`; empty before `open_address`."""

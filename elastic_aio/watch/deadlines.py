@@ -93,24 +93,13 @@ class WorkerReport(Struct):
 
 
 class WatchedWorker(Protocol):
-    """What the watch of a worker needs of it, and notes about it.
-
-    Attributes:
-        ranks: its ranks.
-        pid: its process id.
-        started_at: monotonic seconds.
-        expired_timer: which timer it has not released in time.
-        report: what it has reported; None if it was not asked to.
-        hang: which deadline it has missed, so that the attempt fails.
-        hung_at: Unix seconds of that.
-        notes: what is added to its failure.
-    """
+    """What the watch of a worker needs of it, and notes about it (see `WorkerRecord`)."""
 
     ranks: WorkerRanks
     pid: int
     started_at: float
-    expired_timer: str
     report: WorkerReport | None
+    expired_timer: str
     hang: str
     hung_at: float
     notes: tuple[str, ...]
@@ -133,17 +122,10 @@ class _Deadline(Struct):
 
 
 class MissedDeadline(Struct, frozen=True):
-    """A worker that was silent for too long.
+    """A worker that was silent for too long, in seconds; `reason` says it for people.
 
-    Attributes:
-        local_rank: the worker.
-        kind: "heartbeat", "ready", "progress", "phase", "watchdog" or "exit skew".
-        limit: seconds that it had.
-        age: seconds since the time from which the limit counts.
-        reason: what happened, for people.
-        status: the last status; empty without one.
-        step: the last step; empty without one.
-        phase: the innermost phase; empty without one.
+    `kind` is "heartbeat", "ready", "progress", "phase", "watchdog" or "exit skew"; `age` and
+    `limit` count from the same time.  `status`, `step` and `phase` are the last ones, or empty.
     """
 
     local_rank: int
@@ -156,47 +138,17 @@ class MissedDeadline(Struct, frozen=True):
     phase: str
 
 
-class TimerRequest(Struct, frozen=True):
-    """A process acquires a timer, or releases it.
+class Timer(Struct):
+    """A timer that process `pid` acquires, or releases (`until` is None), by the name `scope`.
 
-    Attributes:
-        pid: the process.
-        scope: name of the timer.
-        age: seconds since the request was written; 0 if that is not known.
-        left: seconds from now to the end of the timer; None releases it.
-        signal: what ends the process then; 0 or less leaves it alone.
+    `acquired` and `until` are the times between which it counts; `signal` ends the process then,
+    0 or less leaves it alone.
     """
 
-    pid: int
-    scope: str
-    age: float
-    left: float | None
-    signal: int
-
-
-class ExpiredTimer(Struct, frozen=True):
-    """A timer that was not released in time.
-
-    Attributes:
-        pid: the process that acquired it.
-        scope: its name.
-        age: seconds since it was acquired.
-        limit: seconds for which it was acquired.
-        signal: what ends the process; 0 leaves it alone.
-    """
-
-    pid: int
-    scope: str
-    age: float
-    limit: float
-    signal: int
-
-
-class _Timer(Struct):
     pid: int
     scope: str
     acquired: float
-    at: float
+    until: float | None
     signal: int
 
 
@@ -209,10 +161,7 @@ class DeadlineTable:
     def __init__(self, spec: LivenessSpec, *, unfinished_after: float = UNFINISHED_S) -> None:
         """Begin without workers and timers.
 
-        Args:
-            spec: the limits of workers.
-            unfinished_after: seconds after the first success, after which workers that run are
-                reported.
+        Workers that run `unfinished_after` seconds after the first success are to be reported.
         """
         self.workers: dict[int, WorkerReport] = {}
         self.agreed_change = -1
@@ -223,10 +172,10 @@ class DeadlineTable:
         self._unfinished_after = unfinished_after
         self._succeeded_at: float | None = None
         self._has_reported = self._is_stopping = False
-        self._timers: dict[int, dict[str, _Timer]] = {}
+        self._timers: dict[int, dict[str, Timer]] = {}
         self._timer_count = 0
         # By time; of the released ones there are not more than of the others, and a few.
-        self._heap: list[tuple[float, int, _Timer]] = []
+        self._heap: list[tuple[float, int, Timer]] = []
         self._serial = 0
 
     def __repr__(self) -> str:
@@ -314,70 +263,68 @@ class DeadlineTable:
 
     # ---------------------------------------------------------------- timers
 
-    def take(self, request: TimerRequest, now: float) -> bool:
-        """Acquire a timer, again or for the first time, or release it; False if there are too many.
+    def take(self, timer: Timer) -> bool:
+        """Start a timer, perhaps again, or end it; return False if there are too many.
 
-        A release of no timer has no effect.
+        The end of none has no effect.
         """
-        if request.left is None:
-            self._release(request.pid, request.scope)
+        if timer.until is None:
+            self._end(timer)
             return True
-        timers = self._timers.get(request.pid, {})
-        if request.scope not in timers:
+        timers = self._timers.get(timer.pid, {})
+        if timer.scope not in timers:
             if self._timer_count >= TIMERS_MAX:
                 return False
             self._timer_count += 1
-        begin, end = now - request.age, now + request.left
-        timer = _Timer(request.pid, request.scope, begin, end, request.signal)
-        timers[request.scope] = timer
-        self._timers[request.pid] = timers
+        timers[timer.scope] = timer
+        self._timers[timer.pid] = timers
         self._push(timer)
-        if len(self._heap) > 2 * self._timer_count + 64:  # mostly released ones
+        if len(self._heap) > 2 * self._timer_count + 64:  # mostly timers that have ended
             self._heap.clear()
             for timer in [timer for timers in self._timers.values() for timer in timers.values()]:
                 self._push(timer)
         return True
 
-    def _push(self, timer: _Timer) -> None:
+    def _push(self, timer: Timer) -> None:
         self._serial += 1
-        heapq.heappush(self._heap, (timer.at, self._serial, timer))
+        heapq.heappush(self._heap, (timer.until or 0.0, self._serial, timer))
 
-    def _release(self, pid: int, scope: str) -> None:
-        timers = self._timers.get(pid, {})
-        if timers.pop(scope, None) is not None:
+    def _end(self, timer: Timer) -> None:
+        timers = self._timers.get(timer.pid, {})
+        if timers.pop(timer.scope, None) is not None:
             self._timer_count -= 1
             if not timers:
-                del self._timers[pid]
+                del self._timers[timer.pid]
 
-    def _next_timer(self) -> _Timer | None:
+    @property
+    def _next_timer(self) -> float | None:
+        """When the first timer expires, which is the top of the heap then."""
         while self._heap:
-            timer = self._heap[0][2]
+            at, _, timer = self._heap[0]
             if self._timers.get(timer.pid, {}).get(timer.scope) is timer:
-                return timer
+                return at
             heapq.heappop(self._heap)
         return None
 
-    def expire_timers(self, now: float, limit: int = TIMERS_MAX) -> list[ExpiredTimer]:
+    def expire_timers(self, now: float, limit: int = TIMERS_MAX) -> list[Timer]:
         """Remove and return the timers that have expired by `now`, `limit` at most.
 
         Of each process it is one, the earliest that has a signal; its other timers are
         removed too.
         """
-        due: dict[int, list[_Timer]] = {}
+        expired: dict[int, Timer] = {}
         for _ in range(limit):
-            if (timer := self._next_timer()) is None or timer.at > now:
+            if (at := self._next_timer) is None or at > now:
                 break
-            self._release(timer.pid, timer.scope)
-            due.setdefault(timer.pid, []).append(timer)
-        expired = []
-        for pid, timers in due.items():
-            timer = next((timer for timer in timers if timer.signal > 0), timers[0])
-            age, allowed = now - timer.acquired, timer.at - timer.acquired
-            scope, signal = one_line(timer.scope), max(timer.signal, 0)
-            expired.append(ExpiredTimer(pid, scope, age, allowed, signal))
-            if signal:
+            _, _, timer = self._heap[0]
+            self._end(timer)
+            first = expired.setdefault(timer.pid, timer)
+            if first.signal <= 0 < timer.signal:
+                expired[timer.pid] = timer
+        for pid, timer in expired.items():
+            if timer.signal > 0:
                 self._timer_count -= len(self._timers.pop(pid, ()))
-        return expired
+        return [*expired.values()]
 
     # ------------------------------------------------------------- deadlines
 
@@ -389,8 +336,7 @@ class DeadlineTable:
     @property
     def next_deadline(self) -> float | None:
         """When the next deadline or timer ends, or a report is due; None without one."""
-        ends = [self._next_of(self.workers.values())]
-        ends += [timer.at] if (timer := self._next_timer()) is not None else []
+        ends = self._next_of(self.workers.values()), self._next_timer
         return min((end for end in ends if end is not None), default=None)
 
     def _next_of(self, reports: Iterable[WorkerReport]) -> float | None:

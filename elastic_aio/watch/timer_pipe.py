@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 
 from elastic_aio.errors import HostError
 from elastic_aio.text import error_reason, format_value
-from elastic_aio.watch.deadlines import TimerRequest
+from elastic_aio.watch.deadlines import Timer
 
 _CHUNK = 4096
 """How many bytes of the pipe are read in one turn of the event loop."""
@@ -45,11 +45,14 @@ class TimerRequests:
         self._rest = b""
         self._is_skipping = False
 
-    def feed(self, data: bytes, wall: float) -> Iterator[TimerRequest]:
-        """Yield the requests whose lines end in `data`; `wall` is the present Unix time."""
+    def feed(self, data: bytes, now: float, wall: float) -> Iterator[Timer]:
+        """Yield the timers of the requests whose lines end in `data`.
+
+        `now` is the time in which they are kept, `wall` the same in Unix time, that of requests.
+        """
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            if not self._is_skipping and (request := self._read(line, wall)) is not None:
+            if not self._is_skipping and (request := self._read(line, now, wall)) is not None:
                 yield request
             self._is_skipping = False
         if len(self._rest) > _LINE_MAX:
@@ -65,7 +68,7 @@ class TimerRequests:
         """Drop the begin of a line."""
         self._rest, self._is_skipping = b"", False
 
-    def _read(self, line: bytes, wall: float) -> TimerRequest | None:
+    def _read(self, line: bytes, now: float, wall: float) -> Timer | None:
         try:
             request = json.loads(line) if len(line) >= _LINE_MIN else {}
             pid, scope = request["pid"], request["scope_id"]
@@ -89,8 +92,8 @@ class TimerRequests:
         acquired, age = request.get("acquired"), 0.0
         if type(acquired) is float and wall - _LAG_MAX_S < acquired < wall:
             age = wall - acquired
-        left = None if expiration < 0 else expiration - wall
-        return TimerRequest(pid, scope[:_SCOPE_MAX], age, left, number)
+        until = None if expiration < 0 else now + expiration - wall
+        return Timer(pid, scope[:_SCOPE_MAX], now - age, until, number)
 
 
 class TimerPipe:

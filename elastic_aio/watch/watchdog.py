@@ -31,11 +31,12 @@ from elastic_aio.process import proc
 from elastic_aio.process.tree import ProcessTree
 from elastic_aio.spec.liveness import LivenessSpec
 from elastic_aio.stacks import StackDump
+from elastic_aio.text import one_line
 from elastic_aio.watch.deadlines import (
     TIMERS_MAX,
     DeadlineTable,
-    ExpiredTimer,
     MissedDeadline,
+    Timer,
     WatchedWorker,
 )
 from elastic_aio.watch.forensics import Target, read_stacks
@@ -72,11 +73,7 @@ class Watchdog:
             tree: returns all processes of the job.
             directory: returns the log directory of an attempt; None for none.
             read_messages: reads what workers have sent by now.
-            on_agreed: called with the attempt, and the number of a change to which all its
-                workers agree.
-            on_hung: called with the local rank of each worker that misses a deadline, and the
-                reason, once all have been examined.
-            on_stuck: called with the local rank of the first worker that is stuck in the kernel.
+            on_agreed, on_hung, on_stuck: as those of `Liveness`.
             unfinished_after: as for `DeadlineTable`.
         """
         self.pipe: TimerPipe | None = None
@@ -101,7 +98,7 @@ class Watchdog:
         self._alarm_at = 0.0
         self._is_reading = False
         self._missed: list[MissedDeadline] = []
-        self._expired: list[ExpiredTimer] = []
+        self._expired: list[Timer] = []
         self._examination: asyncio.Task[None] | None = None
         self._polls: list[asyncio.Task[None]] = []
         self._dumping = asyncio.Lock()
@@ -210,9 +207,8 @@ class Watchdog:
             self._on_agreed(self._attempt, self._agreed_change)
 
     def _on_requests(self, data: bytes) -> None:
-        now = self._clock.now()
-        for request in self._requests.feed(data, time.time()):
-            if not self._table.take(request, now):
+        for timer in self._requests.feed(data, self._clock.now(), time.time()):
+            if not self._table.take(timer):
                 self._requests.reject(f"more than {TIMERS_MAX} timers")
         if self._requests.rejected and not self._has_reported_rejected:
             self._has_reported_rejected = True
@@ -286,7 +282,7 @@ class Watchdog:
         below: dict[int, proc.ProcEntry] = {}
         if any(timer.pid not in owners for timer in timers):
             below = {entry.pid: entry for entry in await self._tree().descendants() or ()}
-        fatal: list[tuple[ExpiredTimer, WatchedWorker | None, proc.ProcEntry | None]] = []
+        fatal: list[tuple[Timer, WatchedWorker | None, proc.ProcEntry | None]] = []
         for timer in timers:
             worker, process = owners.get(timer.pid), None
             if worker is None:
@@ -296,10 +292,10 @@ class Watchdog:
             elif not worker.is_running:
                 continue
             self._report_timer(timer, worker)
-            if timer.signal:  # one without ends nothing
+            if timer.signal > 0:
                 fatal.append((timer, worker, process))
         if fatal:
-            await self.dump(f"timer {fatal[0][0].scope!r} expired")
+            await self.dump(f"timer {one_line(fatal[0][0].scope)!r} expired")
         for timer, worker, process in fatal:
             if process is not None:
                 proc.signal_process(process, timer.signal)
@@ -391,20 +387,22 @@ class Watchdog:
             )
         )
 
-    def _report_timer(self, timer: ExpiredTimer, worker: WatchedWorker | None) -> None:
+    def _report_timer(self, timer: Timer, worker: WatchedWorker | None) -> None:
+        scope, age = one_line(timer.scope), self._clock.now() - timer.acquired
+        limit = (timer.until or 0.0) - timer.acquired
         if worker is not None:
-            times = f"{round(timer.age, 2):g} s (limit {round(timer.limit, 2):g} s)"
-            worker.expired_timer = f"timer {timer.scope!r} expired after {times}"
+            times = f"{round(age, 2):g} s (limit {round(limit, 2):g} s)"
+            worker.expired_timer = f"timer {scope!r} expired after {times}"
         self._publish(
             TimerExpired(
                 attempt=self._attempt,
                 rank=-1 if worker is None else worker.ranks.rank,
                 local_rank=-1 if worker is None else worker.ranks.local_rank,
                 pid=timer.pid,
-                scope=timer.scope,
-                age=timer.age,
-                limit=timer.limit,
-                signal=timer.signal,
+                scope=scope,
+                age=age,
+                limit=limit,
+                signal=max(timer.signal, 0),
             )
         )
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from elastic_aio.spec.liveness import LivenessSpec
 from elastic_aio.watch import timer_pipe
-from elastic_aio.watch.deadlines import DeadlineTable, ExpiredTimer
+from elastic_aio.watch.deadlines import DeadlineTable, Timer
 from elastic_aio.watch.timer_pipe import TimerRequests
 
 WALL = 1_700_000_000.0
@@ -32,8 +32,8 @@ class Timers:
         self.is_full = False
 
     def feed(self, data: bytes, now: float = 100.0, wall: float = WALL) -> None:
-        for request in self.requests.feed(data, wall):
-            self.is_full |= not self.table.take(request, now)
+        for timer in self.requests.feed(data, now, wall):
+            self.is_full |= not self.table.take(timer)
 
     @property
     def rejected(self) -> str:
@@ -43,7 +43,7 @@ class Timers:
     def next_deadline(self) -> float | None:
         return self.table.next_deadline
 
-    def expire(self, now: float, **limit: int) -> list[ExpiredTimer]:
+    def expire(self, now: float, **limit: int) -> list[Timer]:
         return self.table.expire_timers(now, **limit)
 
 
@@ -54,13 +54,13 @@ def table_of(*requests: bytes) -> Timers:
 
 
 def test_a_timer_expires_once() -> None:
-    """With its age and its limit."""
+    """With the time of its request and its end."""
     table = table_of(request(after=5.0))
     assert table.next_deadline == pytest.approx(105.0)
     assert table.expire(104.9) == []
     (timer,) = table.expire(106.0)
     assert (timer.pid, timer.scope, timer.signal) == (7, "s", 9)
-    assert [timer.age, timer.limit] == pytest.approx([6.0, 5.0])
+    assert [timer.acquired, timer.until] == pytest.approx([100.0, 105.0])
     assert table.next_deadline is None
     assert table.expire(200.0) == []
 
@@ -71,7 +71,7 @@ def test_the_age_of_a_request_that_is_read_late() -> None:
     for pid, acquired in enumerate([WALL - 3.0, WALL + 3.0, WALL - 1000.0, "x"], 1):
         line = json.loads(request(pid)) | {"acquired": acquired}
         table.feed(json.dumps(line).encode() + b"\n")
-    ages = [round(timer.age, 3) for timer in table.expire(105.0)]
+    ages = [round(105.0 - timer.acquired, 3) for timer in table.expire(105.0)]
     assert ages == [8.0, 5.0, 5.0, 5.0]
     assert not table.rejected
 
@@ -103,7 +103,7 @@ def test_one_timer_of_each_process_expires() -> None:
     )
     first, second = table.expire(110.0)
     assert (first.pid, first.scope, first.signal) == (7, "early", 9)
-    assert (second.pid, second.scope, second.signal) == (8, "mute", 0)
+    assert (second.pid, second.scope, second.signal) == (8, "mute", -1)
     assert table.next_deadline == pytest.approx(190.0)
     assert [timer.pid for timer in table.expire(200.0)] == [8]
 

@@ -212,9 +212,9 @@ async def test_a_release_behind_a_flood(monkeypatch: pytest.MonkeyPatch) -> None
     sizes = []
     feed = TimerRequests.feed
 
-    def feed_and_measure(requests: TimerRequests, data: bytes, wall: float) -> Any:
+    def feed_and_measure(requests: TimerRequests, data: bytes, *times: float) -> Any:
         sizes.append(len(data))
-        return feed(requests, data, wall)
+        return feed(requests, data, *times)
 
     monkeypatch.setattr(TimerRequests, "feed", feed_and_measure)
     code = (
