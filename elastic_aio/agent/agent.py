@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from elastic_aio.agent.driver import Driver
+from elastic_aio.agent.entrypoint import PerRankOverrides
 from elastic_aio.agent.event_log import EventListener, EventLog
 from elastic_aio.agent.machine import SingleNodeMachine, StopReceived
 from elastic_aio.agent.preflight import (
@@ -21,7 +22,6 @@ from elastic_aio.agent.preflight import (
     hostname,
     resolve_nproc,
 )
-from elastic_aio.agent.program import PerRankOverrides
 from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.aio import EventReader, running_loop, wait_shielded
 from elastic_aio.errors import JobFailed, JobStopped, RendezvousFailed, SpecError

@@ -44,10 +44,10 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import asdict
 
+from elastic_aio.agent.entrypoint import Entrypoint, PerRankOverrides
 from elastic_aio.agent.liveness import Liveness
 from elastic_aio.agent.logs import JobOutput
 from elastic_aio.agent.preflight import device_env, startup_env, worker_cpus, worker_env
-from elastic_aio.agent.program import PerRankOverrides, Program
 from elastic_aio.agent.worker_store import MASTER_ADDR, MasterPorts
 from elastic_aio.aio import ForkGuard, PausableClock, run_in_thread, run_shielded
 from elastic_aio.errors import HostError, SpawnError
@@ -138,7 +138,7 @@ class LocalRuntime:
         self.publish_later = publish_later or (lambda make: publish(make()))
         self.clock = PausableClock()
         self._fork = ForkGuard()
-        self.program = Program(spec, partial(self._spawn_listed, spawner), overrides)
+        self.entrypoint = Entrypoint(spec, partial(self._spawn_listed, spawner), overrides)
         self.master_ports = MasterPorts(spec, self._on_store_refused)
         self.output = JobOutput(
             spec,
@@ -191,10 +191,10 @@ class LocalRuntime:
             raise
 
     async def _open(self) -> None:
-        self.program.check()
+        self.entrypoint.check()
         self._cpus = worker_cpus(self.spec, self.nproc)
         try:
-            self._reserved = limit.reserve(self.nproc, self.program.descriptors_each)
+            self._reserved = limit.reserve(self.nproc, self.entrypoint.descriptors_each)
             self._streams = StandardStreams()
         except OSError as error:
             raise HostError(f"cannot start a job here: {error_reason(error)}") from error
@@ -217,7 +217,7 @@ class LocalRuntime:
         env = worker_env(self.spec, self.nproc, {job.marker: "1"})
         streams = (self._streams.null, self._streams.inherited(1), self._streams.inherited(2))
         try:
-            await self.program.start(env, streams, self._tree.exclude)
+            await self.entrypoint.start(env, streams, self._tree.exclude)
         except SpawnError as error:
             raise HostError(f"cannot start the server that forks: {error}") from error
         await self._guardian.wait_ready()
@@ -243,7 +243,7 @@ class LocalRuntime:
         await self.liveness.aclose()
         await self.output.aclose()
         await self._close_fork_server()
-        await self.program.aclose()
+        await self.entrypoint.aclose()
         if self._guardian is not None:
             await self._guardian.aclose()
         if self._tree is not None:
@@ -284,11 +284,11 @@ class LocalRuntime:
 
     async def _close_fork_server(self) -> None:
         """Stop the fork server, and the processes that its modules have started."""
-        if self._tree is None or not self.program.uses_forkserver:
+        if self._tree is None or not self.entrypoint.uses_forkserver:
             return
         await self._tree.include()
-        if not self.program.is_importing:
-            await self.program.aclose()
+        if not self.entrypoint.is_importing:
+            await self.entrypoint.aclose()
         if not await self._tree.forget_if_empty():
             why, plan = "the fork server has left processes behind", self.spec.stop
             self.publish(StopRequested(attempt=self.attempt, reason=why, plan=str(plan)))
@@ -338,7 +338,7 @@ class LocalRuntime:
         Raises:
             HostError: the port cannot be bound.
         """
-        if self.program.overrides is not None:
+        if self.entrypoint.overrides is not None:
             return MASTER_ADDR, 0
         await self.master_ports.end_attempt()
         if master is None:
@@ -355,7 +355,7 @@ class LocalRuntime:
         Raises:
             SpawnError: the directory cannot be made.
         """
-        await self.program.forget_results()
+        await self.entrypoint.forget_results()
         if (kept := self.spec.logs.keep_attempts) is not None:
             await run_in_thread(self.output.directory.remove_attempts, attempt - kept)
         self.output.begin_attempt(attempt, group_rank)
@@ -368,7 +368,7 @@ class LocalRuntime:
         Raises:
             SpawnError: no descriptor is left.
         """
-        if self.program.overrides is not None:
+        if self.entrypoint.overrides is not None:
             return nullcontext()
         return self.liveness.open_worker(local_rank)
 
@@ -391,7 +391,7 @@ class LocalRuntime:
     ) -> dict[str, str]:
         """Return the environment variables of one worker; `notify` is the socket it inherits."""
         error_file = logs.error_file
-        overrides = self.program.overrides
+        overrides = self.entrypoint.overrides
         if overrides is not None:
             own = {ERROR_FILE: error_file, self.tree.marker: "1"}
             inherited = {name: value for name, value in os.environ.items() if name != NOTIFY_FD}
@@ -456,7 +456,7 @@ class LocalRuntime:
         """
         standard = self._standard_streams
         takes_stdin = self.spec.stdin == "rank0" and local_rank == 0
-        command = self.program.command(local_rank)
+        command = self.entrypoint.command(local_rank)
         child_spec = ChildSpec(
             argv=command.argv,
             env=env,
@@ -468,13 +468,13 @@ class LocalRuntime:
             call=command.call,
             cpus=self._cpus[local_rank] if self._cpus else frozenset(),
         )
-        if not self.program.uses_forkserver:
+        if not self.entrypoint.uses_forkserver:
             child_spec = _with_original_limit(child_spec)
-        return await self.program.spawner(child_spec)
+        return await self.entrypoint.spawner(child_spec)
 
     def starting(self) -> AbstractContextManager[None]:
         """Return a block in which workers are started, of which the guardian hears once."""
-        is_listed = self.program.spawner is self.program.command_spawner
+        is_listed = self.entrypoint.spawner is self.entrypoint.command_spawner
         return self.tree.starting() if is_listed else nullcontext()
 
     async def _spawn_listed(self, spawner: Spawner, child_spec: ChildSpec) -> Child:

@@ -159,7 +159,7 @@ class WorkerGroup:
                     break
                 await self._spawn(ranks, master)
                 await asyncio.sleep(0)  # yield to other tasks: spawning may not have waited
-        runtime.program.on_group_started()
+        runtime.entrypoint.on_group_started()
         runtime.output.on_group_started()
         self._preparing = create_task(self._prepare_for_failure(), name="prepare for a failure")
 
@@ -344,7 +344,7 @@ class WorkerGroup:
         self._runtime.liveness.end_deadlines()
         await self._end_watches()
         if self._starting is not None and not self._starting.done():
-            if not self._runtime.program.is_importing:
+            if not self._runtime.entrypoint.is_importing:
                 await self._runtime.clock.wait_for(self._starting, seconds=_SPAWN_S)
             self._starting.cancel()
             await asyncio.wait([self._starting])
@@ -406,7 +406,7 @@ class WorkerGroup:
 
         It has no failures if all workers that failed are victims of the stop.
         """
-        self.calls = await self._runtime.program.results()
+        self.calls = await self._runtime.entrypoint.results()
         failures = await collect_failures(
             self.records.values(),
             self.calls,

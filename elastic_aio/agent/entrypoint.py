@@ -46,7 +46,7 @@ class ChildCommand(Struct, frozen=True):
     call: Callable[[], int] | None = None
 
 
-class Program:
+class Entrypoint:
     """What one job's workers run; must be closed."""
 
     def __init__(
