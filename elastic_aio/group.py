@@ -20,8 +20,8 @@ from typing import Any
 
 from elastic_aio.agent.agent import Agent, driver_of
 from elastic_aio.agent.driver import Driver
-from elastic_aio.agent.failures import WorkerRecord
 from elastic_aio.agent.entrypoint import PerRankOverrides
+from elastic_aio.agent.failures import WorkerRecord
 from elastic_aio.agent.worker_group import WorkerGroup
 from elastic_aio.aio import Notifier, run_shielded, running_loop, wait_shielded
 from elastic_aio.errors import SpecError

@@ -144,13 +144,7 @@ class Driver:
     """
 
     def __init__(self, runtime: LocalRuntime, machine: AgentMachine, event_log: EventLog) -> None:
-        """Prepare; nothing is started before `open`.
-
-        Args:
-            runtime: the job's resources on this host.
-            machine: decides what to do.
-            event_log: gets every event.
-        """
+        """Prepare; nothing is started before `open`."""
         self._fork = ForkGuard()
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.outcome: JobOutcome | None = None

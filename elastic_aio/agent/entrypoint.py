@@ -52,13 +52,7 @@ class Entrypoint:
     def __init__(
         self, spec: LaunchSpec, spawner: Spawner, overrides: PerRankOverrides | None = None
     ) -> None:
-        """Prepare.
-
-        Args:
-            spec: the job.
-            spawner: starts commands.
-            overrides: differences between the workers; None if there are none.
-        """
+        """Prepare; `spawner` starts commands, `overrides` are the differences between workers."""
         self._spec = spec
         self.command_spawner = spawner
         self.overrides = overrides
@@ -132,12 +126,7 @@ class Entrypoint:
         streams: tuple[int, int, int],
         on_started: Callable[[Child], None],
     ) -> None:
-        """Start the fork server, if the job uses one.
-
-        Args:
-            env: its environment, with the job's marker.
-            streams: its standard streams.
-            on_started: called with each server when it runs.
+        """Start the fork server, if the job uses one; `on_started` is called with each.
 
         Raises:
             SpawnError: it could not be started.

@@ -26,9 +26,9 @@ class EventLog:
     def __init__(
         self, run_id: str, node: str, *, keep: int, listeners: Sequence[EventListener] = ()
     ) -> None:
-        """Begin an empty log, of which late readers can still see `keep` events.
+        """Begin an empty log of which late readers can still see the last `keep` events.
 
-        Listeners are called with every event at once: they must not block, and what they raise
+        `listeners` are called with every event at once; they must not block, and what they raise
         goes to the loop's exception handler.
         """
         self.tracker = StatusTracker()
@@ -87,7 +87,7 @@ class EventLog:
     def offer_agent(self, source: Callable[[], object]) -> None:
         """Call `use_agent` of listeners that have it: they show more than events say.
 
-        `source` returns the agent; None when it is gone.
+        `source` returns the agent, or None when it is gone.
         """
         for listener in self._listeners:
             if (use_agent := getattr(listener, "use_agent", None)) is not None:

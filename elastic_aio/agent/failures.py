@@ -61,43 +61,24 @@ Ts = TypeVarTuple("Ts")
 
 
 class WorkerRecord(Struct):
-    """One worker of an attempt; what follows `started_at` is set when it exits.
-
-    Attributes:
-        ranks: its ranks.
-        pid: its process id.
-        logs: where its output and its error file are.
-        started_at: monotonic seconds.
-        exit: how it exited; None while it runs.
-        exited_at: Unix seconds.
-        order: position of its exit among all exits of the job.
-        stop_signals: the signals that a stop sent to it before it exited.
-        expired_timer: which timer it did not release in time, before it exited.
-        stderr_tail: the end of its stderr, if it failed.
-        unkept: the end of what the file of its stderr has not taken, of a full disk for example.
-        report: what it has reported about itself; None if it was not asked to.
-        hang: which deadline it has missed, so that the attempt fails.
-        hung_at: Unix seconds of that.
-        is_lost_peer: whether it is known at its exit that it has failed by the loss of a peer.
-        notes: what is added to its failure.
-    """
+    """One worker of an attempt; what follows `started_at` is set later."""
 
     ranks: WorkerRanks
     pid: int
     logs: WorkerLogs
-    started_at: float = 0.0
+    started_at: float = 0.0  # monotonic seconds; the other times are Unix seconds
     exit: ChildExit | None = None
     exited_at: float = 0.0
-    order: int = 0
-    stop_signals: frozenset[int] = frozenset()
-    expired_timer: str = ""
+    order: int = 0  # position of its exit among all exits of the job
+    stop_signals: frozenset[int] = frozenset()  # that a stop sent to it before it exited
+    expired_timer: str = ""  # which timer it did not release in time, before it exited
     stderr_tail: str = ""
-    unkept: bytes = b""
-    report: WorkerReport | None = None
-    hang: str = ""
+    unkept: bytes = b""  # the end of what the file of its stderr has not taken, of a full disk
+    report: WorkerReport | None = None  # what it has reported about itself
+    hang: str = ""  # which deadline it has missed, so that the attempt fails
     hung_at: float = 0.0
-    is_lost_peer: bool = False
-    notes: tuple[str, ...] = ()
+    is_lost_peer: bool = False  # as far as it is known at its exit
+    notes: tuple[str, ...] = ()  # of its failure
 
     @property
     def is_running(self) -> bool:
@@ -126,22 +107,13 @@ class WorkerRecord(Struct):
         return code in self.stop_signals
 
     def end_began(self, stopped_at: float) -> float:
-        """Return when it began to end: it hung, was stopped, or exited by itself.
-
-        Args:
-            stopped_at: when the stop of its group began.  All are Unix seconds.
-        """
+        """Return when it began to end: it hung, was stopped, or exited by itself."""
         if self.hang:
             return self.hung_at
         return min(self.exited_at, stopped_at) if self.is_victim else self.exited_at
 
     def result(self, status: ExitStatus, call: CallResult | None) -> WorkerResult:
-        """Return the public result.
-
-        Args:
-            status: of its failure, else its own.
-            call: how its function ended; None for commands.
-        """
+        """Return the public result; `status` is that of its failure, else its own."""
         return WorkerResult(
             rank=self.ranks.rank,
             local_rank=self.ranks.local_rank,
@@ -179,7 +151,7 @@ async def collect_failures(
         host: name of this host.
         stopped_at: Unix seconds at which the stop of the group began.
         oom_before: the kernel's counters when the attempt began.
-        store_refusals: the requests that the store of the workers has refused.
+        store_refusals: the requests that the workers' store has refused.
     """
     failures = []
     culprits: dict[int, WorkerRecord] = {}  # by order
@@ -269,10 +241,7 @@ def _explain(
 
 
 def reason_now(worker: WorkerRecord) -> str:
-    """Return why a worker failed that has just exited, as far as its files say so by now.
-
-    Reads them at once: the event of the exit does not wait.
-    """
+    """Return why a worker failed that has just exited, as far as its files say so by now."""
     if worker.exit is None or worker.exit.status.is_success or worker.is_victim:
         return ""
     return _explain_now(worker)[0]
@@ -330,11 +299,8 @@ def _size_of(path: str | None) -> int:
 def _read_tail(path: str | None, unkept: bytes) -> tuple[str, list[str]]:
     """Return the end of a stream, and its lines, progress bars reduced to their last state.
 
-    Of long lines those are the beginnings, which have the name of an exception.  Blocks.
-
-    Args:
-        path: its file; None for none.
-        unkept: the end of what the file has not taken.
+    Of long lines those are the beginnings, which have the name of an exception.  `unkept` is the
+    end of what the file has not taken.  Blocks.
     """
     text = _end_of_text(_end_of_file(path, _TAIL_BYTES), unkept)
     if text.count("\n") > _TAIL_LINES:
@@ -407,7 +373,7 @@ def _is_reason(worker: WorkerRecord, error: WorkerError, age: float, own: str = 
     another one.  Blocks.
 
     Args:
-        worker: the worker, which has ended.
+        worker: which has ended.
         error: what its error file holds.
         age: seconds from the writing of the file to the end.
         own: what its function raised; else its stderr is read.
@@ -506,14 +472,9 @@ def mount_point(path: str) -> str:
 
 
 class OomCounts(Struct, frozen=True):
-    """The kernel's counters at one time; None where the host has none.
+    """The kernel's counters at one time; None where the host has none."""
 
-    Attributes:
-        group: of this control group and those below it.
-        host: of the whole host.
-    """
-
-    group: int | None = None
+    group: int | None = None  # this control group and those below it
     host: int | None = None
 
     @classmethod

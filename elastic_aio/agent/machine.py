@@ -602,11 +602,8 @@ class SingleNodeMachine(AgentMachine):
     ) -> None:
         """Begin with `nproc` workers on this host.
 
-        Args:
-            spec: the job.
-            nproc: number of workers.
-            random: gives numbers from 0 to 1, for the jitter of delays.
-            waits_for_stop: a worker that fails does not end the group; a stop does.
+        `random` gives numbers from 0 to 1, for the jitter of delays.  With `waits_for_stop` a
+        worker that fails does not end the group; a stop does.
         """
         super().__init__(spec, nproc)
         self._waits_for_stop = waits_for_stop

@@ -69,12 +69,7 @@ class MultiNodeDriver(Driver):
         *,
         make_rendezvous: RendezvousFactory | None = None,
     ) -> None:
-        """Prepare; nothing is started before `open`.
-
-        Args:
-            runtime: the job's resources on this host.
-            event_log: gets every event.
-            make_rendezvous: None takes the backend that the job names.
+        """Prepare; `make_rendezvous` None takes the backend that the job names.
 
         Raises:
             SpecError: the backend does not exist, or does not support a setting.

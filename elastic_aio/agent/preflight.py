@@ -142,11 +142,7 @@ def worker_cpus(spec: LaunchSpec, nproc: int) -> list[frozenset[int]]:
 
 
 def check_sigchld() -> None:
-    """Check that the kernel keeps the exit statuses of children.
-
-    Raises:
-        HostError: SIGCHLD is ignored, so the kernel reaps children itself.
-    """
+    """Raise HostError if SIGCHLD is ignored, so that the kernel reaps children itself."""
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         raise HostError(
             "SIGCHLD is ignored in this process, so the workers' exit statuses would be lost;"
@@ -155,11 +151,7 @@ def check_sigchld() -> None:
 
 
 def check_file_size(nproc: int) -> None:
-    """Check that the list of the workers' sessions fits into a file, as the guardian needs it.
-
-    Raises:
-        HostError: the limit of the size of files is too low.
-    """
+    """Raise HostError if the guardian's list of the workers' sessions may not fit into a file."""
     soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     needed = list_size(nproc)
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -170,11 +162,7 @@ def check_file_size(nproc: int) -> None:
 
 
 def check_main_guard() -> None:
-    """Check that no worker is importing the script that started its job.
-
-    Raises:
-        HostError: the script's main part is not guarded.
-    """
+    """Raise HostError if a worker imports the script that started its job, and starts it again."""
     # One of them is loaded where a main script is imported again.
     if not {"elastic_aio.worker.bootstrap", "multiprocessing.process"} & sys.modules.keys():
         return
@@ -284,10 +272,8 @@ def worker_env(spec: LaunchSpec, nproc: int, own: Mapping[str, str]) -> dict[str
     Python writes at once what it prints, so that a kill loses none of it: also in what a
     command starts, where `-u` does not reach.
 
-    Args:
-        spec: the job, whose `env` overrides the inherited environment.
-        nproc: number of workers on this host; with several, OMP_NUM_THREADS defaults to 1.
-        own: variables of this package, which override all others.
+    The job's `env` overrides the inherited environment, and `own` all others.  With several
+    workers on this host OMP_NUM_THREADS defaults to 1.
     """
     defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "PYTHONUNBUFFERED": "1"}
     if nproc > 1:
@@ -308,11 +294,7 @@ def startup_env(spec: LaunchSpec, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a TCP port that is free now, on IPv4 and IPv6.
-
-    Raises:
-        HostError: there is no free port.
-    """
+    """Return a TCP port that is free now, on IPv4 and IPv6, or raise HostError."""
     try:
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
         with socket.socket(family) as probe:

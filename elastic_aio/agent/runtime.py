@@ -116,19 +116,15 @@ class LocalRuntime:
         """Prepare; nothing is opened before `open`.
 
         Args:
-            spec: the job.
-            run_id: name of the run.
-            host: name of this host.
-            nproc: number of workers on it.
+            spec, run_id, host, nproc: the job, and the workers of this host.
             spawner: starts processes.
             publish: called with every event.
             publish_later: called with what makes an event of this time (see `EventLog`); None:
                 it is made at once.
-            console: where output is shown, see `ConsoleTarget`; None is this process's own
-                stdout and stderr.
+            console: as for `Agent`.
             overrides: differences between the workers of a bare group, which has no
                 master port either.
-            adopt_orphans: make this process the parent of orphans (see `orphans`).
+            adopt_orphans: make this process the parent of orphans.
         """
         self.spec = spec
         self.run_id = run_id
@@ -331,9 +327,8 @@ class LocalRuntime:
     async def open_master(self, group_rank: int, master: tuple[str, int] | None) -> tuple[str, int]:
         """Return address and port at which the workers of the current attempt meet.
 
-        Args:
-            group_rank: of this node; rank 0 serves the store.
-            master: what the nodes agreed on; None if all workers are on this host.
+        The node of `group_rank` 0 serves the store at `master`, on which the nodes have agreed; it
+        is None if all workers are on this host.
 
         Raises:
             HostError: the port cannot be bound.
@@ -442,13 +437,7 @@ class LocalRuntime:
         streams: tuple[int, int],
         notify: int | None = None,
     ) -> Child:
-        """Start one worker of the current attempt.
-
-        Args:
-            local_rank: its local rank.
-            env: its environment variables.
-            streams: its stdout and stderr.
-            notify: the socket that it inherits; None for none.
+        """Start one worker of the current attempt, which inherits the socket `notify`.
 
         Raises:
             SpawnError: it could not be started.

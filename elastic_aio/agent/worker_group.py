@@ -88,11 +88,9 @@ class WorkerGroup:
                 record has been updated.
             on_stuck: called once if a worker is in an uninterruptible system call for too long.
             on_hung: called with the local rank of a worker that is silent for too long, and why.
-            attempt: number of the attempt.
-            restarts: restarts after failures so far.
-            round_number: number of the round; of a single node that of the attempt.
-            master: address and port at which the workers of all nodes meet; None if
-                all workers are on this host.
+            attempt, restarts, round_number: for the workers; without rounds the last is that of
+                the attempt.
+            master: as for `LocalRuntime.open_master`.
         """
         self.attempt = attempt
         self.records: dict[int, WorkerRecord] = {}

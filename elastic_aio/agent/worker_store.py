@@ -49,8 +49,7 @@ class WorkerStore:
         """Bind `port`, 0 for a free one, at an address of this host.
 
         Args:
-            port: the port.
-            host: the address; None: all addresses, IPv4 and IPv6.
+            port, host: where; no host: all addresses, IPv4 and IPv6.
             token: serve only this host, and hosts from which an agent has proved the token;
                 torch's clients cannot present one.
             on_drop: as for `StoreServer`.

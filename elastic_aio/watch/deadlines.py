@@ -138,7 +138,7 @@ class MissedDeadline(Struct, frozen=True):
     phase: str
 
 
-class Timer(Struct):
+class WorkerTimer(Struct):
     """A timer that process `pid` acquires, or releases (`until` is None), by the name `scope`.
 
     `acquired` and `until` are the times between which it counts; `signal` ends the process then,
@@ -172,10 +172,10 @@ class DeadlineTable:
         self._unfinished_after = unfinished_after
         self._succeeded_at: float | None = None
         self._has_reported = self._is_stopping = False
-        self._timers: dict[int, dict[str, Timer]] = {}
+        self._timers: dict[int, dict[str, WorkerTimer]] = {}
         self._timer_count = 0
         # By time; of the released ones there are not more than of the others, and a few.
-        self._heap: list[tuple[float, int, Timer]] = []
+        self._heap: list[tuple[float, int, WorkerTimer]] = []
         self._serial = 0
 
     def __repr__(self) -> str:
@@ -263,7 +263,7 @@ class DeadlineTable:
 
     # ---------------------------------------------------------------- timers
 
-    def take(self, timer: Timer) -> bool:
+    def take(self, timer: WorkerTimer) -> bool:
         """Start a timer, perhaps again, or end it; return False if there are too many.
 
         The end of none has no effect.
@@ -285,11 +285,11 @@ class DeadlineTable:
                 self._push(timer)
         return True
 
-    def _push(self, timer: Timer) -> None:
+    def _push(self, timer: WorkerTimer) -> None:
         self._serial += 1
         heapq.heappush(self._heap, (timer.until or 0.0, self._serial, timer))
 
-    def _end(self, timer: Timer) -> None:
+    def _end(self, timer: WorkerTimer) -> None:
         timers = self._timers.get(timer.pid, {})
         if timers.pop(timer.scope, None) is not None:
             self._timer_count -= 1
@@ -306,13 +306,13 @@ class DeadlineTable:
             heapq.heappop(self._heap)
         return None
 
-    def expire_timers(self, now: float, limit: int = TIMERS_MAX) -> list[Timer]:
+    def expire_timers(self, now: float, limit: int = TIMERS_MAX) -> list[WorkerTimer]:
         """Remove and return the timers that have expired by `now`, `limit` at most.
 
         Of each process it is one, the earliest that has a signal; its other timers are
         removed too.
         """
-        expired: dict[int, Timer] = {}
+        expired: dict[int, WorkerTimer] = {}
         for _ in range(limit):
             if (at := self._next_timer) is None or at > now:
                 break

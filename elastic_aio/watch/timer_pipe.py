@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 
 from elastic_aio.errors import HostError
 from elastic_aio.text import error_reason, format_value
-from elastic_aio.watch.deadlines import Timer
+from elastic_aio.watch.deadlines import WorkerTimer
 
 _CHUNK = 4096
 """How many bytes of the pipe are read in one turn of the event loop."""
@@ -45,7 +45,7 @@ class TimerRequests:
         self._rest = b""
         self._is_skipping = False
 
-    def feed(self, data: bytes, now: float, wall: float) -> Iterator[Timer]:
+    def feed(self, data: bytes, now: float, wall: float) -> Iterator[WorkerTimer]:
         """Yield the timers of the requests whose lines end in `data`.
 
         `now` is the time in which they are kept, `wall` the same in Unix time, that of requests.
@@ -68,7 +68,7 @@ class TimerRequests:
         """Drop the begin of a line."""
         self._rest, self._is_skipping = b"", False
 
-    def _read(self, line: bytes, now: float, wall: float) -> Timer | None:
+    def _read(self, line: bytes, now: float, wall: float) -> WorkerTimer | None:
         try:
             request = json.loads(line) if len(line) >= _LINE_MIN else {}
             pid, scope = request["pid"], request["scope_id"]
@@ -93,7 +93,7 @@ class TimerRequests:
         if type(acquired) is float and wall - _LAG_MAX_S < acquired < wall:
             age = wall - acquired
         until = None if expiration < 0 else now + expiration - wall
-        return Timer(pid, scope[:_SCOPE_MAX], now - age, until, number)
+        return WorkerTimer(pid, scope[:_SCOPE_MAX], now - age, until, number)
 
 
 class TimerPipe:

@@ -36,8 +36,8 @@ from elastic_aio.watch.deadlines import (
     TIMERS_MAX,
     DeadlineTable,
     MissedDeadline,
-    Timer,
     WatchedWorker,
+    WorkerTimer,
 )
 from elastic_aio.watch.forensics import Target, read_stacks
 from elastic_aio.watch.polled import find_stuck, watch_idle
@@ -98,7 +98,7 @@ class Watchdog:
         self._alarm_at = 0.0
         self._is_reading = False
         self._missed: list[MissedDeadline] = []
-        self._expired: list[Timer] = []
+        self._expired: list[WorkerTimer] = []
         self._examination: asyncio.Task[None] | None = None
         self._polls: list[asyncio.Task[None]] = []
         self._dumping = asyncio.Lock()
@@ -282,7 +282,7 @@ class Watchdog:
         below: dict[int, proc.ProcEntry] = {}
         if any(timer.pid not in owners for timer in timers):
             below = {entry.pid: entry for entry in await self._tree().descendants() or ()}
-        fatal: list[tuple[Timer, WatchedWorker | None, proc.ProcEntry | None]] = []
+        fatal: list[tuple[WorkerTimer, WatchedWorker | None, proc.ProcEntry | None]] = []
         for timer in timers:
             worker, process = owners.get(timer.pid), None
             if worker is None:
@@ -387,7 +387,7 @@ class Watchdog:
             )
         )
 
-    def _report_timer(self, timer: Timer, worker: WatchedWorker | None) -> None:
+    def _report_timer(self, timer: WorkerTimer, worker: WatchedWorker | None) -> None:
         scope, age = one_line(timer.scope), self._clock.now() - timer.acquired
         limit = (timer.until or 0.0) - timer.acquired
         if worker is not None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from elastic_aio.spec.liveness import LivenessSpec
 from elastic_aio.watch import timer_pipe
-from elastic_aio.watch.deadlines import DeadlineTable, Timer
+from elastic_aio.watch.deadlines import DeadlineTable, WorkerTimer
 from elastic_aio.watch.timer_pipe import TimerRequests
 
 WALL = 1_700_000_000.0
@@ -43,7 +43,7 @@ class Timers:
     def next_deadline(self) -> float | None:
         return self.table.next_deadline
 
-    def expire(self, now: float, **limit: int) -> list[Timer]:
+    def expire(self, now: float, **limit: int) -> list[WorkerTimer]:
         return self.table.expire_timers(now, **limit)
 
 
