@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec.structs import replace
 
+from elastic_aio.agent.machine import AgentPhase as P
 from elastic_aio.agent.machine import (
-    AgentPhase,
     BackOff,
     BackoffElapsed,
     BarrierTimedOut,
@@ -248,217 +248,187 @@ NOT_AWAITED = finish_as(
     0,
 )
 
-Row = tuple[str, list[Input], Input, list[Effect], AgentPhase]
+Row = tuple[str, list[Input], Input, list[Effect], P]
+
+
+def row(name: str, before: list[Input], happening: Input, effects: list[Effect], phase: P) -> Row:
+    """Return a case: what an input after others has as its effects, and the phase after that."""
+    return name, before, happening, effects, phase
+
+
 ROWS: list[Row] = [
-    ("new: start", [], Start(), [Join()], AgentPhase.IDLE),
-    ("new: a stop is received", [], STOP, [STOPPED], AgentPhase.DONE),
+    row("new: start", [], Start(), [Join()], P.IDLE),
+    row("new: a stop is received", [], STOP, [STOPPED], P.DONE),
     # ------------------------------------------------------------------ idle
-    ("idle: start round", JOINED, start_round(7), [formed(7), start(7)], AgentPhase.STARTING),
-    (
+    row("idle: start round", JOINED, start_round(7), [formed(7), start(7)], P.STARTING),
+    row(
         "idle: start round as a new member",
         JOINED,
         start_round(8, CHANGE),
         [changed(), formed(8), start(8)],
-        AgentPhase.STARTING,
+        P.STARTING,
     ),
-    (
+    row(
         "idle: stop round of a round never seen",
         JOINED,
         stop_round(5),
         [SendReport(RoundStopped(5))],
-        AgentPhase.IDLE,
+        P.IDLE,
     ),
-    ("idle: stop round that is answered", IDLE, stop_round(7), [], AgentPhase.IDLE),
-    (
+    row("idle: stop round that is answered", IDLE, stop_round(7), [], P.IDLE),
+    row(
         "idle: stop round of a later round",
         IDLE,
         stop_round(8),
         [SendReport(RoundStopped(8))],
-        AgentPhase.IDLE,
+        P.IDLE,
     ),
-    (
-        "idle: start round of a stopped round",
-        [*IDLE, stop_round(8)],
-        start_round(8),
-        [],
-        AgentPhase.IDLE,
-    ),
-    (
+    row("idle: start round of a stopped round", [*IDLE, stop_round(8)], start_round(8), [], P.IDLE),
+    row(
         "idle: restart pending",
         IDLE,
         InstructionReceived(RestartPending(FAILED_THERE)),
         [attempt_failed(7, failure(9, host="b"), failure(2)), restarting()],
-        AgentPhase.IDLE,
+        P.IDLE,
     ),
-    (
+    row(
         "idle: start round after a failure, without a restart pending",
         IDLE,
         start_round(8, FAILED_THERE, 1),
-        [
-            attempt_failed(7, failure(9, host="b"), failure(2)),
-            restarting(),
-            formed(8),
-            start(8, 1),
-        ],
-        AgentPhase.STARTING,
+        [attempt_failed(7, failure(9, host="b"), failure(2)), restarting(), formed(8), start(8, 1)],
+        P.STARTING,
     ),
-    (
+    row(
         "idle: start round after the restart pending",
         [*IDLE, InstructionReceived(RestartPending(FAILED_THERE))],
         start_round(8, FAILED_THERE, 1),
         [formed(8), start(8, 1)],
-        AgentPhase.STARTING,
+        P.STARTING,
     ),
-    (
+    row(
         "starting: change pending",
         STARTING,
         InstructionReceived(COMING),
         [pending(), ShowChange(COMING)],
-        AgentPhase.STARTING,
+        P.STARTING,
     ),
-    (
+    row(
         "running: change pending",
         RUNNING,
         InstructionReceived(COMING),
         [pending(), ShowChange(COMING)],
-        AgentPhase.RUNNING,
+        P.RUNNING,
     ),
-    (
+    row(
         "starting: workers of other nodes have finished",
         STARTING,
         InstructionReceived(FINISHED_THERE),
         [NotePeers(FINISHED_THERE)],
-        AgentPhase.STARTING,
+        P.STARTING,
     ),
-    (
+    row(
         "running: workers of other nodes have finished",
         RUNNING,
         InstructionReceived(FINISHED_THERE),
         [NotePeers(FINISHED_THERE)],
-        AgentPhase.RUNNING,
+        P.RUNNING,
     ),
-    (
+    row(
         "running: workers of another round have finished",
         RUNNING,
         InstructionReceived(PeersFinished(6, 2, 1.0)),
         [],
-        AgentPhase.RUNNING,
+        P.RUNNING,
     ),
-    (
+    row(
         "stopping: workers of other nodes have finished",
         FAILING,
         InstructionReceived(FINISHED_THERE),
         [],
-        AgentPhase.STOPPING,
+        P.STOPPING,
     ),
-    (
+    row(
         "running: all workers have agreed",
         RUNNING,
         WorkersAgreed(7, 3),
         [SendReport(ChangeAgreed(7, 3))],
-        AgentPhase.RUNNING,
+        P.RUNNING,
     ),
-    ("running: of another attempt", RUNNING, WorkersAgreed(6, 3), [], AgentPhase.RUNNING),
-    (
+    row("running: of another attempt", RUNNING, WorkersAgreed(6, 3), [], P.RUNNING),
+    row(
         "stopping: all workers have agreed",
         [*RUNNING, stop_round(7)],
         WorkersAgreed(7, 3),
         [],
-        AgentPhase.STOPPING,
+        P.STOPPING,
     ),
-    (
+    row(
         "running: change pending, of another round",
         [*RUNNING, stop_round(7), group_stopped(), start_round(8, CHANGE)],
         InstructionReceived(COMING),
         [pending(8)],
-        AgentPhase.STARTING,
+        P.STARTING,
     ),
-    (
-        "idle: change pending",
-        JOINED,
-        InstructionReceived(COMING),
-        [pending(0)],
-        AgentPhase.IDLE,
+    row("idle: change pending", JOINED, InstructionReceived(COMING), [pending(0)], P.IDLE),
+    row("idle: end job", JOINED, CONCLUDE, [Leave(ENDING.why)], P.LEAVING),
+    row("idle: a stop is received", JOINED, STOP, [Leave("enough")], P.LEAVING),
+    row(
+        "idle: join failed", JOINED, JoinFailed(HostError("no port")), [Leave("no port")], P.LEAVING
     ),
-    ("idle: end job", JOINED, CONCLUDE, [Leave(ENDING.why)], AgentPhase.LEAVING),
-    ("idle: a stop is received", JOINED, STOP, [Leave("enough")], AgentPhase.LEAVING),
-    (
-        "idle: join failed",
-        JOINED,
-        JoinFailed(HostError("no port")),
-        [Leave("no port")],
-        AgentPhase.LEAVING,
-    ),
-    (
-        "idle: a stop is received between two rounds",
-        IDLE,
-        STOP,
-        [Leave("enough")],
-        AgentPhase.LEAVING,
-    ),
+    row("idle: a stop is received between two rounds", IDLE, STOP, [Leave("enough")], P.LEAVING),
     # --------------------------------------------------------------- starting
-    (
-        "starting: group started",
-        STARTING,
-        STARTED,
-        [SendReport(RoundStarted(7))],
-        AgentPhase.RUNNING,
-    ),
-    (
+    row("starting: group started", STARTING, STARTED, [SendReport(RoundStarted(7))], P.RUNNING),
+    row(
         "starting: group started, all done",
         [*STARTING, ended(0), ended(1)],
         STARTED,
         [SendReport(RoundStarted(7)), stop_group(FINISHED, leftovers=True)],
-        AgentPhase.STOPPING,
+        P.STOPPING,
     ),
-    (
+    row(
         "starting: start failed",
         STARTING,
         start_failed(),
         [SendReport(RoundFailing(7, "cannot run x: no")), stop_group("cannot run x: no")],
-        AgentPhase.STOPPING,
+        P.STOPPING,
     ),
-    (
+    row(
         "starting: a failure",
         STARTING,
         ended(1, BAD),
         [SendReport(RoundFailing(7, WORKER_FAILED)), stop_group(WORKER_FAILED)],
-        AgentPhase.STOPPING,
+        P.STOPPING,
     ),
-    ("running: a lost peer", RUNNING, lost_peer(1), [BackOff(7, CAUSE_S)], AgentPhase.RUNNING),
-    (
+    row("running: a lost peer", RUNNING, lost_peer(1), [BackOff(7, CAUSE_S)], P.RUNNING),
+    row(
         "running: only lost peers on this node",
         [*RUNNING, lost_peer(1)],
         lost_peer(0),
         [],
-        AgentPhase.RUNNING,
+        P.RUNNING,
     ),
-    (
+    row(
         "running: the cause of a lost peer is on another node",
         [*RUNNING, lost_peer(1)],
         stop_round(7),
         [CancelBackOff(), stop_group(FAILED_ELSEWHERE, ordered=True)],
-        AgentPhase.STOPPING,
+        P.STOPPING,
     ),
-    (
+    row(
         "running: a lost peer without a cause",
         [*RUNNING, lost_peer(1)],
         BackoffElapsed(7),
         [SendReport(RoundFailing(7, WORKER_FAILED)), stop_group(WORKER_FAILED)],
-        AgentPhase.STOPPING,
+        P.STOPPING,
     ),
-    (
+    row(
         "running: a lost peer, and its cause",
         [*RUNNING, lost_peer(0)],
         ended(1, BAD),
-        [
-            SendReport(RoundFailing(7, WORKER_FAILED)),
-            CancelBackOff(),
-            stop_group(WORKER_FAILED),
-        ],
-        AgentPhase.STOPPING,
+        [SendReport(RoundFailing(7, WORKER_FAILED)), CancelBackOff(), stop_group(WORKER_FAILED)],
+        P.STOPPING,
     ),
-    (
+    row(
         "running: a worker hangs",
         RUNNING,
         WorkerHung(7, 1, "no heartbeat"),
@@ -466,157 +436,137 @@ ROWS: list[Row] = [
             SendReport(RoundFailing(7, "local rank 1: no heartbeat")),
             stop_group("local rank 1: no heartbeat"),
         ],
-        AgentPhase.STOPPING,
+        P.STOPPING,
     ),
-    (
+    row(
         "starting: start round",
         STARTING,
         start_round(8, CHANGE),
         [changed(), formed(8), stop_group("b joined", ordered=True)],
-        AgentPhase.STOPPING,
+        P.STOPPING,
     ),
-    (
+    row(
         "starting: stop round",
         STARTING,
         stop_round(7),
         [stop_group(FAILED_ELSEWHERE, ordered=True)],
-        AgentPhase.STOPPING,
+        P.STOPPING,
     ),
-    (
-        "starting: a stop is received",
-        STARTING,
-        STOP,
-        [stop_group("enough"), DRAINING],
-        AgentPhase.STOPPING,
+    row(
+        "starting: a stop is received", STARTING, STOP, [stop_group("enough"), DRAINING], P.STOPPING
     ),
     # ---------------------------------------------------------------- running
-    ("running: a success", RUNNING, ended(1), [], AgentPhase.RUNNING),
-    (
+    row("running: a success", RUNNING, ended(1), [], P.RUNNING),
+    row(
         "running: the last success",
         [*RUNNING, ended(1)],
         ended(0),
         [stop_group(FINISHED, leftovers=True)],
-        AgentPhase.STOPPING,
+        P.STOPPING,
     ),
-    (
+    row(
         "running: a restart is requested",
         RUNNING,
         RestartReceived("new data"),
         [SendReport(RestartRequested(7, "new data"))],
-        AgentPhase.RUNNING,
+        P.RUNNING,
     ),
-    ("idle: a restart is requested", JOINED, RestartReceived("new data"), [], AgentPhase.IDLE),
-    (
+    row("idle: a restart is requested", JOINED, RestartReceived("new data"), [], P.IDLE),
+    row(
         "running: a failure",
         RUNNING,
         ended(1, BAD),
         [SendReport(RoundFailing(7, WORKER_FAILED)), stop_group(WORKER_FAILED)],
-        AgentPhase.STOPPING,
+        P.STOPPING,
     ),
-    (
+    row(
         "running: start round",
         RUNNING,
         start_round(8, CHANGE),
         [changed(), formed(8), stop_group("b joined", ordered=True)],
-        AgentPhase.STOPPING,
+        P.STOPPING,
     ),
-    (
+    row(
         "running: start round without a cause",
         RUNNING,
         start_round(8),
         [formed(8), stop_group("the nodes form another round", ordered=True)],
-        AgentPhase.STOPPING,
+        P.STOPPING,
     ),
-    ("running: the same start round again", RUNNING, start_round(7), [], AgentPhase.RUNNING),
-    ("running: start round of an older round", RUNNING, start_round(6), [], AgentPhase.RUNNING),
-    (
+    row("running: the same start round again", RUNNING, start_round(7), [], P.RUNNING),
+    row("running: start round of an older round", RUNNING, start_round(6), [], P.RUNNING),
+    row(
         "running: stop round",
         RUNNING,
         stop_round(7),
         [stop_group(FAILED_ELSEWHERE, ordered=True)],
-        AgentPhase.STOPPING,
+        P.STOPPING,
     ),
-    (
+    row(
         "running: stop round of a later round",
         RUNNING,
         stop_round(9),
         [stop_group(FAILED_ELSEWHERE, ordered=True)],
-        AgentPhase.STOPPING,
+        P.STOPPING,
     ),
-    ("running: stop round of an older round", RUNNING, stop_round(6), [], AgentPhase.RUNNING),
-    (
+    row("running: stop round of an older round", RUNNING, stop_round(6), [], P.RUNNING),
+    row(
         "running: end job",
         RUNNING,
         CONCLUDE,
         [Leave(ENDING.why), stop_group(ENDING.why)],
-        AgentPhase.STOPPING,
+        P.STOPPING,
     ),
-    (
-        "running: a stop is received",
-        RUNNING,
-        STOP,
-        [stop_group("enough"), DRAINING],
-        AgentPhase.STOPPING,
-    ),
-    (
+    row("running: a stop is received", RUNNING, STOP, [stop_group("enough"), DRAINING], P.STOPPING),
+    row(
         "running: a signal",
         RUNNING,
         SIGNAL,
         [stop_group("SIGQUIT was received", 3), SendReport(NodeDraining("SIGQUIT was received"))],
-        AgentPhase.STOPPING,
+        P.STOPPING,
     ),
-    ("running: cut off", RUNNING, CUT_OFF, [cut_short(ordered=True)], AgentPhase.STOPPING),
+    row("running: cut off", RUNNING, CUT_OFF, [cut_short(ordered=True)], P.STOPPING),
     # --------------------------------------------------------------- stopping
-    ("stopping: another failure", FAILING, ended(0, BAD), [], AgentPhase.STOPPING),
-    ("stopping: started late", [*STARTING, ended(1, BAD)], STARTED, [], AgentPhase.STOPPING),
-    ("stopping: stop round", FAILING, stop_round(7), [], AgentPhase.STOPPING),
-    (
-        "stopping: start round",
-        FAILING,
-        start_round(8, CHANGE),
-        [changed(), formed(8)],
-        AgentPhase.STOPPING,
+    row("stopping: another failure", FAILING, ended(0, BAD), [], P.STOPPING),
+    row("stopping: started late", [*STARTING, ended(1, BAD)], STARTED, [], P.STOPPING),
+    row("stopping: stop round", FAILING, stop_round(7), [], P.STOPPING),
+    row(
+        "stopping: start round", FAILING, start_round(8, CHANGE), [changed(), formed(8)], P.STOPPING
     ),
-    ("stopping: a stop is received", FAILING, STOP, [DRAINING], AgentPhase.STOPPING),
-    ("stopping: cut off", FAILING, CUT_OFF, [killed()], AgentPhase.STOPPING),
-    (
-        "stopping: cut off after a stop",
-        [*RUNNING, STOP],
-        CUT_OFF,
-        [killed()],
-        AgentPhase.STOPPING,
-    ),
-    (
+    row("stopping: a stop is received", FAILING, STOP, [DRAINING], P.STOPPING),
+    row("stopping: cut off", FAILING, CUT_OFF, [killed()], P.STOPPING),
+    row("stopping: cut off after a stop", [*RUNNING, STOP], CUT_OFF, [killed()], P.STOPPING),
+    row(
         "stopping: cut off, all succeeded",
         ALL_DONE,
         CUT_OFF,
         [killed(leftovers_only=True)],
-        AgentPhase.STOPPING,
+        P.STOPPING,
     ),
-    ("stopping: a stop is received, all succeeded", ALL_DONE, STOP, [], AgentPhase.STOPPING),
-    ("stopping: end job", FAILING, CONCLUDE, [Leave(ENDING.why)], AgentPhase.STOPPING),
-    (
+    row("stopping: a stop is received, all succeeded", ALL_DONE, STOP, [], P.STOPPING),
+    row("stopping: end job", FAILING, CONCLUDE, [Leave(ENDING.why)], P.STOPPING),
+    row(
         "stopping: stopped, all succeeded",
         ALL_DONE,
         group_stopped(),
         [SendReport(RoundSucceeded(7)), StartBarrier(7, BARRIER_S)],
-        AgentPhase.BARRIER,
+        P.BARRIER,
     ),
-    (
+    row(
         "stopping: stopped, all succeeded, a start round is pending",
         [*ALL_DONE, start_round(8)],
         group_stopped(),
         [SendReport(RoundSucceeded(7)), start(8)],
-        AgentPhase.STARTING,
+        P.STARTING,
     ),
-    (
+    row(
         "stopping: stopped, all succeeded, but stop round",
         [*ALL_DONE, stop_round(7)],
         group_stopped(),
         [report_stopped(7)],
-        AgentPhase.IDLE,
+        P.IDLE,
     ),
-    (
+    row(
         "stopping: stopped, all succeeded, a stop is received",
         [*ALL_DONE, STOP],
         group_stopped(),
@@ -625,93 +575,93 @@ ROWS: list[Row] = [
             SendReport(NodeDraining("enough")),
             Leave(f"{FINISHED}; the others are not waited for: enough", stays=True),
         ],
-        AgentPhase.LEAVING,
+        P.LEAVING,
     ),
-    (
+    row(
         "stopping: stopped, a value was lost, a stop is received",
         [*ALL_DONE, STOP],
         group_stopped(failure(2)),
         [report_stopped(7, failure(2)), Leave("enough")],
-        AgentPhase.LEAVING,
+        P.LEAVING,
     ),
-    (
+    row(
         "stopping: stopped, a value was lost",
         ALL_DONE,
         group_stopped(failure(2)),
         [report_stopped(7, failure(2))],
-        AgentPhase.IDLE,
+        P.IDLE,
     ),
-    (
+    row(
         "stopping: stopped, failed",
         FAILING,
         group_stopped(failure(2), failure(3)),
         [report_stopped(7, failure(2), failure(3))],
-        AgentPhase.IDLE,
+        P.IDLE,
     ),
-    (
+    row(
         "stopping: stopped, failed, perhaps by a signal to the whole node",
         [*RUNNING, WorkerEnded(7, 1, BAD, is_victim=False, may_be_leaving=True)],
         group_stopped(failure(2)),
         [report_stopped(7, failure(2), may_be_leaving=True)],
-        AgentPhase.IDLE,
+        P.IDLE,
     ),
-    (
+    row(
         "stopping: stopped, failed and stop round meanwhile",
         [*FAILING, stop_round(7)],
         group_stopped(failure(2)),
         [report_stopped(7, failure(2))],
-        AgentPhase.IDLE,
+        P.IDLE,
     ),
-    (
+    row(
         "stopping: stopped, after a stop round",
         [*RUNNING, stop_round(7)],
         group_stopped(),
         [report_stopped(7)],
-        AgentPhase.IDLE,
+        P.IDLE,
     ),
-    (
+    row(
         "stopping: stopped, stop round right after a failure of its own",
         [*RUNNING, stop_round(7)],
         group_stopped(failure(2)),
         [report_stopped(7, failure(2))],
-        AgentPhase.IDLE,
+        P.IDLE,
     ),
-    (
+    row(
         "stopping: stopped, stop round of a later round",
         [*RUNNING, start_round(8), stop_round(8)],
         group_stopped(failure(2)),
         [report_stopped(7, failure(2)), SendReport(RoundStopped(8))],
-        AgentPhase.IDLE,
+        P.IDLE,
     ),
-    (
+    row(
         "stopping: stopped, a start round is pending",
         [*RUNNING, start_round(8)],
         group_stopped(),
         [report_stopped(7), start(8)],
-        AgentPhase.STARTING,
+        P.STARTING,
     ),
-    (
+    row(
         "stopping: stopped, failed, a start round is pending",
         [*FAILING, start_round(8)],
         group_stopped(failure(2)),
         [report_stopped(7, failure(2)), start(8)],
-        AgentPhase.STARTING,
+        P.STARTING,
     ),
-    (
+    row(
         "stopping: stopped, only the newest start round counts",
         [*RUNNING, start_round(8), start_round(9)],
         group_stopped(),
         [report_stopped(7), start(9)],
-        AgentPhase.STARTING,
+        P.STARTING,
     ),
-    (
+    row(
         "stopping: stopped, a process is left",
         [*RUNNING, stop_round(7)],
         group_stopped(survivors=True),
         [report_stopped(7, **CANNOT_KILL)],
-        AgentPhase.IDLE,
+        P.IDLE,
     ),
-    (
+    row(
         "stopping: stopped, a process is left when a start round is pending",
         [*RUNNING, start_round(8)],
         group_stopped(failure(2), survivors=True),
@@ -721,122 +671,112 @@ ROWS: list[Row] = [
                 RoundStopped(8, is_permanent=True, permanent_reason="a process could not be killed")
             ),
         ],
-        AgentPhase.IDLE,
+        P.IDLE,
     ),
-    (
+    row(
         "stopping: stopped, start failed for now",
         [*STARTING, start_failed()],
         group_stopped(failure(2)),
         [report_stopped(7, failure(2), exit_code=1, runtime=0.0)],
-        AgentPhase.IDLE,
+        P.IDLE,
     ),
-    (
+    row(
         "stopping: stopped, start failed for good",
         [*STARTING, start_failed(permanent=True)],
         group_stopped(failure(2)),
         [report_stopped(7, failure(2), exit_code=127, runtime=0.0, **HOPELESS)],
-        AgentPhase.IDLE,
+        P.IDLE,
     ),
-    (
+    row(
         "stopping: stopped before this node leaves",
         [*RUNNING, STOP],
         group_stopped(failure(2)),
         [SendReport(RoundStopped(7)), Leave("enough", stays=True)],
-        AgentPhase.LEAVING,
+        P.LEAVING,
     ),
-    (
+    row(
         "stopping: stopped, has left",
         [*RUNNING, STOP, LeftRendezvous()],
         group_stopped(),
         [STOPPED],
-        AgentPhase.DONE,
+        P.DONE,
     ),
-    (
+    row(
         "stopping: stopped, failed and stopped",
         [*FAILING, STOP, LeftRendezvous()],
         group_stopped(failure(2)),
         [attempt_failed(7, failure(2)), STOPPED],
-        AgentPhase.DONE,
+        P.DONE,
     ),
-    ("stopping: left", [*RUNNING, STOP], LeftRendezvous(), [], AgentPhase.STOPPING),
+    row("stopping: left", [*RUNNING, STOP], LeftRendezvous(), [], P.STOPPING),
     # ---------------------------------------------------------------- barrier
-    (
+    row(
         "barrier: start round",
         BARRIER,
         start_round(8, CHANGE),
         [changed(), formed(8), CancelBackOff(), start(8)],
-        AgentPhase.STARTING,
+        P.STARTING,
     ),
-    (
+    row(
         "barrier: stop round",
         BARRIER,
         stop_round(7),
         [CancelBackOff(), SendReport(RoundStopped(7))],
-        AgentPhase.IDLE,
+        P.IDLE,
     ),
-    (
-        "barrier: elapsed",
-        BARRIER,
-        BarrierTimedOut(7),
-        [Leave(NOT_AWAITED.outcome.why)],
-        AgentPhase.LEAVING,
+    row(
+        "barrier: elapsed", BARRIER, BarrierTimedOut(7), [Leave(NOT_AWAITED.outcome.why)], P.LEAVING
     ),
-    ("barrier: elapsed late", BARRIER, BarrierTimedOut(6), [], AgentPhase.BARRIER),
-    (
+    row("barrier: elapsed late", BARRIER, BarrierTimedOut(6), [], P.BARRIER),
+    row(
         "barrier: a stop is received",
         BARRIER,
         STOP,
         [DRAINING, CancelBackOff(), Leave(CUT_SHORT.outcome.why, stays=True)],
-        AgentPhase.LEAVING,
+        P.LEAVING,
     ),
-    (
-        "barrier: end job",
-        BARRIER,
-        GOOD_END,
-        [CancelBackOff(), Leave(FINISHED)],
-        AgentPhase.LEAVING,
-    ),
+    row("barrier: end job", BARRIER, GOOD_END, [CancelBackOff(), Leave(FINISHED)], P.LEAVING),
     # ---------------------------------------------------------------- leaving
-    ("leaving: left after a stop", [*JOINED, STOP], LeftRendezvous(), [STOPPED], AgentPhase.DONE),
-    (
+    row("leaving: left after a stop", [*JOINED, STOP], LeftRendezvous(), [STOPPED], P.DONE),
+    row(
         "leaving: left after a success that was stopped",
         [*ALL_DONE, STOP, group_stopped()],
         LeftRendezvous(),
         [CUT_SHORT],
-        AgentPhase.DONE,
+        P.DONE,
     ),
-    ("leaving: left, cut short", [*BARRIER, STOP], LeftRendezvous(), [CUT_SHORT], AgentPhase.DONE),
-    (
+    row("leaving: left, cut short", [*BARRIER, STOP], LeftRendezvous(), [CUT_SHORT], P.DONE),
+    row(
         "leaving: left, elapsed",
         [*BARRIER, BarrierTimedOut(7)],
         LeftRendezvous(),
         [NOT_AWAITED],
-        AgentPhase.DONE,
+        P.DONE,
     ),
-    (
+    row(
         "leaving: left after a good end",
         [*BARRIER, GOOD_END],
         LeftRendezvous(),
         [finish_as(JobState.SUCCEEDED, FINISHED, 0, 1)],
-        AgentPhase.DONE,
+        P.DONE,
     ),
-    (
+    row(
         "leaving: left after a failure elsewhere",
         [*RUNNING, CONCLUDE, group_stopped()],
         LeftRendezvous(),
         [attempt_failed(7, failure(9, host="b")), CONCLUDED],
-        AgentPhase.DONE,
+        P.DONE,
     ),
-    (
+    row(
         "leaving: left, without any attempt",
         [*JOINED, CONCLUDE],
         LeftRendezvous(),
         [attempt_failed(0, failure(9, host="b")), CONCLUDED],
-        AgentPhase.DONE,
+        P.DONE,
     ),
-    ("leaving: start round", [*JOINED, STOP], start_round(7), [], AgentPhase.LEAVING),
-    ("leaving: end job", [*JOINED, STOP], CONCLUDE, [], AgentPhase.LEAVING),
-    ("leaving: a second stop", [*JOINED, STOP], SIGNAL, [], AgentPhase.LEAVING),
+    row("leaving: start round", [*JOINED, STOP], start_round(7), [], P.LEAVING),
+    row("leaving: end job", [*JOINED, STOP], CONCLUDE, [], P.LEAVING),
+    row("leaving: a second stop", [*JOINED, STOP], SIGNAL, [], P.LEAVING),
 ]
 
 
@@ -848,10 +788,12 @@ def test_a_node_leaves_at_once_where_rounds_may_overlap() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "happening", "effects", "phase"), [row[1:] for row in ROWS], ids=[r[0] for r in ROWS]
+    ("before", "happening", "effects", "phase"),
+    [case[1:] for case in ROWS],
+    ids=[case[0] for case in ROWS],
 )
 def test_each_row_of_the_table(
-    before: list[Input], happening: Input, effects: list[Effect], phase: AgentPhase
+    before: list[Input], happening: Input, effects: list[Effect], phase: P
 ) -> None:
     """Phase and input give the next phase and the effects, in order."""
     one = machine(*before)
@@ -1196,7 +1138,7 @@ class Members(RuleBasedStateMachine):
     @invariant()
     def the_end_comes_once(self) -> None:
         assert len(self.finishes) <= 1
-        assert bool(self.finishes) == (self.machine.phase is AgentPhase.DONE)
+        assert bool(self.finishes) == (self.machine.phase is P.DONE)
 
     @invariant()
     def every_instruction_is_answered(self) -> None:

@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from elastic_aio.agent.machine import AgentPhase as P
 from elastic_aio.agent.machine import (
-    AgentPhase,
     BackOff,
     BackoffElapsed,
     CallDecide,
@@ -129,517 +129,430 @@ GRANTED = "restart 1 of 1 (max restarts)"
 NO_MORE = "no restarts allowed (max restarts: 0)"
 FINISHED = "all workers have finished"
 
-ROWS: list[tuple[str, dict[str, Any], list[Input], Input, list[Effect], AgentPhase]] = [
-    ("new: start", {}, [], Start(), [StartGroup(0, 0)], AgentPhase.STARTING),
-    (
-        "new: a stop is received",
-        {},
-        [],
-        STOP,
-        [finish_as(JobState.STOPPED, "enough", 143, 0)],
-        AgentPhase.DONE,
+STARTING: list[Input] = [Start()]
+RUNNING: list[Input] = [Start(), STARTED]
+
+Row = tuple[str, list[Input], Input, list[Effect], P, dict[str, Any]]
+
+
+def row(
+    name: str,
+    before: list[Input],
+    happening: Input,
+    effects: list[Effect],
+    phase: P,
+    options: dict[str, Any] | None = None,
+) -> Row:
+    """Return a case: what an input after others has as its effects, and the phase after that."""
+    return name, before, happening, effects, phase, options or {}
+
+
+ROWS: list[Row] = [
+    row("new: start", [], Start(), [StartGroup(0, 0)], P.STARTING),
+    row(
+        "new: a stop is received", [], STOP, [finish_as(JobState.STOPPED, "enough", 143, 0)], P.DONE
     ),
-    ("starting: group started", {}, [Start()], STARTED, [], AgentPhase.RUNNING),
-    (
+    row("starting: group started", STARTING, STARTED, [], P.RUNNING),
+    row(
         "starting: start failed",
-        {},
-        [Start()],
+        STARTING,
         start_failed(),
         [stop_group("cannot run x: no")],
-        AgentPhase.STOPPING,
+        P.STOPPING,
     ),
-    ("starting: a success", {}, [Start()], ended(0), [], AgentPhase.STARTING),
-    (
-        "starting: a failure",
-        {},
-        [Start()],
-        ended(1, BAD),
-        [stop_group(FAILED)],
-        AgentPhase.STOPPING,
-    ),
-    (
+    row("starting: a success", STARTING, ended(0), [], P.STARTING),
+    row("starting: a failure", STARTING, ended(1, BAD), [stop_group(FAILED)], P.STOPPING),
+    row(
         "starting: group started, all done",
-        {},
         [Start(), ended(0), ended(1)],
         STARTED,
         [stop_group(FINISHED, leftovers=True)],
-        AgentPhase.STOPPING,
+        P.STOPPING,
     ),
-    (
-        "starting: a stop is received",
-        {},
-        [Start()],
-        STOP,
-        [stop_group("enough")],
-        AgentPhase.STOPPING,
-    ),
-    ("running: a success", {}, [Start(), STARTED], ended(1), [], AgentPhase.RUNNING),
-    (
-        "running: the same success again",
-        {},
-        [Start(), STARTED, ended(1)],
-        ended(1),
-        [],
-        AgentPhase.RUNNING,
-    ),
-    (
+    row("starting: a stop is received", STARTING, STOP, [stop_group("enough")], P.STOPPING),
+    row("running: a success", RUNNING, ended(1), [], P.RUNNING),
+    row("running: the same success again", [*RUNNING, ended(1)], ended(1), [], P.RUNNING),
+    row(
         "running: the last success",
-        {},
-        [Start(), STARTED, ended(1)],
+        [*RUNNING, ended(1)],
         ended(0),
         [stop_group(FINISHED, leftovers=True)],
-        AgentPhase.STOPPING,
+        P.STOPPING,
     ),
-    (
-        "running: a failure",
-        {},
-        [Start(), STARTED],
-        ended(1, BAD),
-        [stop_group(FAILED)],
-        AgentPhase.STOPPING,
-    ),
-    (
-        "running: a lost peer",
-        {},
-        [Start(), STARTED],
-        lost_peer(0),
-        [BackOff(0, CAUSE_S)],
-        AgentPhase.RUNNING,
-    ),
-    (
+    row("running: a failure", RUNNING, ended(1, BAD), [stop_group(FAILED)], P.STOPPING),
+    row("running: a lost peer", RUNNING, lost_peer(0), [BackOff(0, CAUSE_S)], P.RUNNING),
+    row(
         "running: a lost peer, and its cause",
-        {},
-        [Start(), STARTED, lost_peer(0)],
+        [*RUNNING, lost_peer(0)],
         ended(1, BAD),
         [CancelBackOff(), stop_group(FAILED)],
-        AgentPhase.STOPPING,
+        P.STOPPING,
     ),
-    (
+    row(
         "running: a lost peer without a cause",
-        {},
-        [Start(), STARTED, lost_peer(1)],
+        [*RUNNING, lost_peer(1)],
         BackoffElapsed(0),
         [stop_group(FAILED)],
-        AgentPhase.STOPPING,
+        P.STOPPING,
     ),
-    (
+    row(
         "running: only lost peers",
-        {},
-        [Start(), STARTED, lost_peer(1)],
+        [*RUNNING, lost_peer(1)],
         lost_peer(0),
         [CancelBackOff(), stop_group(FAILED)],
-        AgentPhase.STOPPING,
+        P.STOPPING,
     ),
-    (
+    row(
         "running: the other worker had succeeded before its peer lost it",
-        {},
-        [Start(), STARTED, ended(0)],
+        [*RUNNING, ended(0)],
         lost_peer(1),
         [stop_group(FAILED)],
-        AgentPhase.STOPPING,
+        P.STOPPING,
     ),
-    (
+    row(
         "running: the other worker succeeds after its peer has lost it",
-        {},
-        [Start(), STARTED, lost_peer(1)],
+        [*RUNNING, lost_peer(1)],
         ended(0),
         [CancelBackOff(), stop_group(FAILED)],
-        AgentPhase.STOPPING,
+        P.STOPPING,
     ),
-    (
+    row(
         "running: a worker hangs while the cause of a lost peer is awaited",
-        {},
-        [Start(), STARTED, lost_peer(0)],
+        [*RUNNING, lost_peer(0)],
         WorkerHung(0, 1, "no heartbeat"),
         [CancelBackOff(), stop_group("local rank 1: no heartbeat")],
-        AgentPhase.STOPPING,
+        P.STOPPING,
     ),
-    (
+    row(
         "running: a stop is received while the cause of a lost peer is awaited",
-        {},
-        [Start(), STARTED, lost_peer(0)],
+        [*RUNNING, lost_peer(0)],
         STOP,
         [CancelBackOff(), stop_group("enough")],
-        AgentPhase.STOPPING,
+        P.STOPPING,
     ),
-    (
+    row(
         "starting: a lost peer, and the others start",
-        {},
         [Start(), lost_peer(0)],
         STARTED,
         [],
-        AgentPhase.RUNNING,
+        P.RUNNING,
     ),
-    (
+    row(
         "stopping: stopped, failed, perhaps by a SIGTERM to all",
-        ONE_MORE,
-        [Start(), STARTED, leaving(1)],
+        [*RUNNING, leaving(1)],
         group_stopped(failure()),
         [BackOff(0, LEAVING_S)],
-        AgentPhase.DECIDING,
-    ),
-    (
-        "deciding: SIGTERM received after a failure",
+        P.DECIDING,
         ONE_MORE,
-        [Start(), STARTED, leaving(1), group_stopped(failure())],
+    ),
+    row(
+        "deciding: SIGTERM received after a failure",
+        [*RUNNING, leaving(1), group_stopped(failure())],
         SIGNAL,
         [CancelBackOff(), finish_as(JobState.STOPPED, "SIGQUIT was received", 131, 0)],
-        AgentPhase.DONE,
-    ),
-    (
-        "deciding: no SIGTERM after a failure",
+        P.DONE,
         ONE_MORE,
-        [Start(), STARTED, leaving(1), group_stopped(failure())],
+    ),
+    row(
+        "deciding: no SIGTERM after a failure",
+        [*RUNNING, leaving(1), group_stopped(failure())],
         BackoffElapsed(0),
         [published_failure(failure()), restarting(GRANTED), StartGroup(1, 1)],
-        AgentPhase.STARTING,
+        P.STARTING,
+        ONE_MORE,
     ),
-    (
+    row(
         "stopping: stopped, failed, and SIGTERM received meanwhile",
-        ONE_MORE,
-        [Start(), STARTED, leaving(1), SIGNAL],
+        [*RUNNING, leaving(1), SIGNAL],
         group_stopped(failure()),
         [finish_as(JobState.STOPPED, "SIGQUIT was received", 131, 0)],
-        AgentPhase.DONE,
+        P.DONE,
+        ONE_MORE,
     ),
-    (
+    row(
         "stopping: stopped, failed, and SIGTERM received just before",
-        ONE_MORE,
-        [Start(), STARTED, SIGNAL, leaving(1)],
+        [*RUNNING, SIGNAL, leaving(1)],
         group_stopped(failure()),
         [finish_as(JobState.STOPPED, "SIGQUIT was received", 131, 0)],
-        AgentPhase.DONE,
+        P.DONE,
+        ONE_MORE,
     ),
-    (
+    row(
         "stopping: stopped, failed without a restart, perhaps by a SIGTERM to all",
-        {},
-        [Start(), STARTED, leaving(1)],
+        [*RUNNING, leaving(1)],
         group_stopped(failure()),
         [published_failure(failure()), finish_as(JobState.FAILED, NO_MORE, 7, 0)],
-        AgentPhase.DONE,
+        P.DONE,
     ),
-    (
+    row(
         "running: a worker hangs",
-        {},
-        [Start(), STARTED],
+        RUNNING,
         WorkerHung(0, 1, "no heartbeat"),
         [stop_group("local rank 1: no heartbeat")],
-        AgentPhase.STOPPING,
+        P.STOPPING,
     ),
-    (
+    row(
         "stopping: a worker hangs",
-        {},
-        [Start(), STARTED, ended(1, BAD)],
+        [*RUNNING, ended(1, BAD)],
         WorkerHung(0, 1, "no heartbeat"),
         [],
-        AgentPhase.STOPPING,
+        P.STOPPING,
     ),
-    (
+    row(
         "running: a failure by signal",
-        {},
-        [Start(), STARTED],
+        RUNNING,
         ended(0, ExitStatus(signal=9)),
         [stop_group("local rank 0 failed (killed by SIGKILL)")],
-        AgentPhase.STOPPING,
+        P.STOPPING,
     ),
-    (
+    row(
         "running: a lost status",
-        {},
-        [Start(), STARTED],
+        RUNNING,
         ended(0, ExitStatus()),
         [stop_group("local rank 0 failed (exit status lost)")],
-        AgentPhase.STOPPING,
+        P.STOPPING,
     ),
-    (
-        "running: a stop is received",
-        {},
-        [Start(), STARTED],
-        STOP,
-        [stop_group("enough")],
-        AgentPhase.STOPPING,
-    ),
-    (
-        "running: a signal",
-        {},
-        [Start(), STARTED],
-        SIGNAL,
-        [stop_group("SIGQUIT was received", 3)],
-        AgentPhase.STOPPING,
-    ),
-    (
-        "stopping: another failure",
-        {},
-        [Start(), STARTED, ended(1, BAD)],
-        ended(0, BAD),
-        [],
-        AgentPhase.STOPPING,
-    ),
-    (
-        "stopping: a stop is received",
-        {},
-        [Start(), STARTED, ended(1, BAD)],
-        STOP,
-        [],
-        AgentPhase.STOPPING,
-    ),
-    ("stopping: started late", {}, [Start(), ended(1, BAD)], STARTED, [], AgentPhase.STOPPING),
-    (
+    row("running: a stop is received", RUNNING, STOP, [stop_group("enough")], P.STOPPING),
+    row("running: a signal", RUNNING, SIGNAL, [stop_group("SIGQUIT was received", 3)], P.STOPPING),
+    row("stopping: another failure", [*RUNNING, ended(1, BAD)], ended(0, BAD), [], P.STOPPING),
+    row("stopping: a stop is received", [*RUNNING, ended(1, BAD)], STOP, [], P.STOPPING),
+    row("stopping: started late", [Start(), ended(1, BAD)], STARTED, [], P.STOPPING),
+    row(
         "stopping: stopped, all succeeded",
-        {},
-        [Start(), STARTED, ended(0), ended(1)],
+        [*RUNNING, ended(0), ended(1)],
         group_stopped(),
         [finish_as(JobState.SUCCEEDED, FINISHED, 0, 0)],
-        AgentPhase.DONE,
+        P.DONE,
     ),
-    (
+    row(
         "stopping: stopped, all succeeded although a stop was received",
-        {},
-        [Start(), STARTED, ended(0), ended(1), STOP],
+        [*RUNNING, ended(0), ended(1), STOP],
         group_stopped(),
         [finish_as(JobState.SUCCEEDED, FINISHED, 0, 0)],
-        AgentPhase.DONE,
+        P.DONE,
     ),
-    (
+    row(
         "stopping: stopped, a stop is received",
-        ONE_MORE,
-        [Start(), STARTED, STOP],
+        [*RUNNING, STOP],
         group_stopped(),
         [finish_as(JobState.STOPPED, "enough", 143, 0)],
-        AgentPhase.DONE,
-    ),
-    (
-        "stopping: stopped, signal received",
+        P.DONE,
         ONE_MORE,
-        [Start(), STARTED, SIGNAL],
+    ),
+    row(
+        "stopping: stopped, signal received",
+        [*RUNNING, SIGNAL],
         group_stopped(),
         [finish_as(JobState.STOPPED, "SIGQUIT was received", 131, 0)],
-        AgentPhase.DONE,
+        P.DONE,
+        ONE_MORE,
     ),
-    (
+    row(
         "stopping: stopped, failed, no restarts",
-        {},
-        [Start(), STARTED, ended(1, BAD)],
+        [*RUNNING, ended(1, BAD)],
         group_stopped(failure(3), failure(5)),
         [published_failure(failure(3), failure(5)), finish_as(JobState.FAILED, NO_MORE, 3, 0)],
-        AgentPhase.DONE,
+        P.DONE,
     ),
-    (
+    row(
         "stopping: stopped, killed, no restarts",
-        {},
-        [Start(), STARTED, ended(1, BAD)],
+        [*RUNNING, ended(1, BAD)],
         group_stopped(failure(signal=9)),
         [published_failure(failure(signal=9)), finish_as(JobState.FAILED, NO_MORE, 137, 0)],
-        AgentPhase.DONE,
+        P.DONE,
     ),
-    (
+    row(
         "stopping: stopped, failed, restart at once",
-        ONE_MORE,
-        [Start(), STARTED, ended(1, BAD)],
+        [*RUNNING, ended(1, BAD)],
         group_stopped(failure()),
         [published_failure(failure()), restarting(GRANTED), StartGroup(1, 1)],
-        AgentPhase.STARTING,
+        P.STARTING,
+        ONE_MORE,
     ),
-    (
+    row(
         "stopping: stopped, failed, restart later",
-        LATER,
-        [Start(), STARTED, ended(1, BAD)],
+        [*RUNNING, ended(1, BAD)],
         group_stopped(failure()),
         [
             published_failure(failure()),
             restarting("restart 1 of 3 (max restarts)", 4.0),
             BackOff(1, 4.0),
         ],
-        AgentPhase.BACKING_OFF,
+        P.BACKING_OFF,
+        LATER,
     ),
-    (
+    row(
         "stopping: stopped, failed, callback",
-        ASKING,
-        [Start(), STARTED, ended(1, BAD)],
+        [*RUNNING, ended(1, BAD)],
         group_stopped(failure()),
         [published_failure(failure()), CallDecide(0, failure())],
-        AgentPhase.DECIDING,
-    ),
-    (
-        "stopping: stopped, failed, a stop replaces the restart",
-        ONE_MORE,
-        [Start(), STARTED, ended(1, BAD), STOP],
-        group_stopped(failure()),
-        [published_failure(failure()), finish_as(JobState.STOPPED, "enough", 143, 0)],
-        AgentPhase.DONE,
-    ),
-    (
-        "stopping: stopped, failed, a stop replaces the callback",
+        P.DECIDING,
         ASKING,
-        [Start(), STARTED, ended(1, BAD), STOP],
+    ),
+    row(
+        "stopping: stopped, failed, a stop replaces the restart",
+        [*RUNNING, ended(1, BAD), STOP],
         group_stopped(failure()),
         [published_failure(failure()), finish_as(JobState.STOPPED, "enough", 143, 0)],
-        AgentPhase.DONE,
+        P.DONE,
+        ONE_MORE,
     ),
-    (
+    row(
+        "stopping: stopped, failed, a stop replaces the callback",
+        [*RUNNING, ended(1, BAD), STOP],
+        group_stopped(failure()),
+        [published_failure(failure()), finish_as(JobState.STOPPED, "enough", 143, 0)],
+        P.DONE,
+        ASKING,
+    ),
+    row(
         "stopping: stopped, failed, no restart that a stop could prevent",
-        {},
-        [Start(), STARTED, ended(1, BAD), STOP],
+        [*RUNNING, ended(1, BAD), STOP],
         group_stopped(failure()),
         [published_failure(failure()), finish_as(JobState.FAILED, NO_MORE, 7, 0)],
-        AgentPhase.DONE,
+        P.DONE,
     ),
-    (
+    row(
         "stopping: stopped, start failed for good",
-        ONE_MORE,
         [Start(), start_failed(permanent=True)],
         group_stopped(failure(1)),
         [
             published_failure(failure(1)),
             finish_as(JobState.FAILED, "another attempt could not start it either", 127, 0),
         ],
-        AgentPhase.DONE,
-    ),
-    (
-        "stopping: stopped, start failed for now",
+        P.DONE,
         ONE_MORE,
+    ),
+    row(
+        "stopping: stopped, start failed for now",
         [Start(), start_failed()],
         group_stopped(failure(1)),
         [published_failure(failure(1)), restarting(GRANTED), StartGroup(1, 1)],
-        AgentPhase.STARTING,
+        P.STARTING,
+        ONE_MORE,
     ),
-    (
+    row(
         "deciding: restart",
-        ASKING,
-        [Start(), STARTED, ended(1, BAD), group_stopped(failure())],
+        [*RUNNING, ended(1, BAD), group_stopped(failure())],
         DecisionMade(0, RestartAction.RESTART),
         [restarting(f"{GRANTED}, restart.decide returned RESTART"), StartGroup(1, 1)],
-        AgentPhase.STARTING,
-    ),
-    (
-        "deciding: default",
+        P.STARTING,
         ASKING,
-        [Start(), STARTED, ended(1, BAD), group_stopped(failure())],
+    ),
+    row(
+        "deciding: default",
+        [*RUNNING, ended(1, BAD), group_stopped(failure())],
         DecisionMade(0, RestartAction.DEFAULT),
         [restarting(GRANTED), StartGroup(1, 1)],
-        AgentPhase.STARTING,
-    ),
-    (
-        "deciding: give up",
+        P.STARTING,
         ASKING,
-        [Start(), STARTED, ended(1, BAD), group_stopped(failure())],
+    ),
+    row(
+        "deciding: give up",
+        [*RUNNING, ended(1, BAD), group_stopped(failure())],
         DecisionMade(0, RestartAction.GIVE_UP),
         [finish_as(JobState.FAILED, "restart.decide returned GIVE_UP", 7, 0)],
-        AgentPhase.DONE,
-    ),
-    (
-        "deciding: a stop is received",
+        P.DONE,
         ASKING,
-        [Start(), STARTED, ended(1, BAD), group_stopped(failure())],
+    ),
+    row(
+        "deciding: a stop is received",
+        [*RUNNING, ended(1, BAD), group_stopped(failure())],
         SIGNAL,
         [CancelBackOff(), finish_as(JobState.STOPPED, "SIGQUIT was received", 131, 0)],
-        AgentPhase.DONE,
+        P.DONE,
+        ASKING,
     ),
-    (
+    row(
         "backing off: elapsed",
-        LATER,
-        [Start(), STARTED, ended(1, BAD), group_stopped(failure())],
+        [*RUNNING, ended(1, BAD), group_stopped(failure())],
         BackoffElapsed(1),
         [StartGroup(1, 1)],
-        AgentPhase.STARTING,
-    ),
-    (
-        "backing off: a stop is received",
+        P.STARTING,
         LATER,
-        [Start(), STARTED, ended(1, BAD), group_stopped(failure())],
+    ),
+    row(
+        "backing off: a stop is received",
+        [*RUNNING, ended(1, BAD), group_stopped(failure())],
         STOP,
         [CancelBackOff(), finish_as(JobState.STOPPED, "enough", 143, 1)],
-        AgentPhase.DONE,
+        P.DONE,
+        LATER,
     ),
-    # ------------------------------------------------------------ a requested restart
-    (
-        "starting: a restart is requested",
-        {},
-        [Start()],
-        AGAIN,
-        [stop_group("new data")],
-        AgentPhase.STOPPING,
-    ),
-    (
+    row("starting: a restart is requested", STARTING, AGAIN, [stop_group("new data")], P.STOPPING),
+    row(
         "stopping for a requested restart: group stopped",
-        {},
-        [Start(), STARTED, AGAIN],
+        [*RUNNING, AGAIN],
         group_stopped(),
-        [
-            Publish(Restarting(attempt=1, why="new data", delay=0.0, restarts=0)),
-            StartGroup(1, 0),
-        ],
-        AgentPhase.STARTING,
+        [Publish(Restarting(attempt=1, why="new data", delay=0.0, restarts=0)), StartGroup(1, 0)],
+        P.STARTING,
     ),
-    (
+    row(
         "stopping for a requested restart: a worker has failed by itself",
-        {},
-        [Start(), STARTED, AGAIN],
+        [*RUNNING, AGAIN],
         group_stopped(failure()),
         [published_failure(failure()), finish_as(JobState.FAILED, NO_MORE, 7, 0)],
-        AgentPhase.DONE,
+        P.DONE,
     ),
-    (
+    row(
         "stopping for a requested restart: a process could not be killed",
-        {},
-        [Start(), STARTED, AGAIN],
+        [*RUNNING, AGAIN],
         GroupStopped(0, 20.0, (), has_survivors=True),
         [finish_as(JobState.FAILED, "a process could not be killed", 1, 0)],
-        AgentPhase.DONE,
+        P.DONE,
     ),
-    (
+    row(
         "stopping for a requested restart, and then a stop: group stopped",
-        {},
-        [Start(), STARTED, AGAIN, STOP],
+        [*RUNNING, AGAIN, STOP],
         group_stopped(),
         [finish_as(JobState.STOPPED, "enough", 143, 0)],
-        AgentPhase.DONE,
+        P.DONE,
     ),
-    (
+    row(
         "stopping: a restart is requested",
-        ONE_MORE,
-        [Start(), STARTED, ended(1, BAD)],
+        [*RUNNING, ended(1, BAD)],
         AGAIN,
         [],
-        AgentPhase.STOPPING,
+        P.STOPPING,
+        ONE_MORE,
     ),
-    (
+    row(
         "stopping after success: a restart is requested",
-        {},
-        [Start(), STARTED, ended(0), ended(1), AGAIN],
+        [*RUNNING, ended(0), ended(1), AGAIN],
         group_stopped(),
         [finish_as(JobState.SUCCEEDED, FINISHED, 0, 0)],
-        AgentPhase.DONE,
+        P.DONE,
     ),
-    (
+    row(
         "deciding: a restart is requested",
-        ASKING,
-        [Start(), STARTED, ended(1, BAD), group_stopped(failure())],
+        [*RUNNING, ended(1, BAD), group_stopped(failure())],
         AGAIN,
         [],
-        AgentPhase.DECIDING,
+        P.DECIDING,
+        ASKING,
     ),
-    (
+    row(
         "backing off: a restart is requested",
-        LATER,
-        [Start(), STARTED, ended(1, BAD), group_stopped(failure())],
+        [*RUNNING, ended(1, BAD), group_stopped(failure())],
         AGAIN,
         [CancelBackOff(), StartGroup(1, 1)],
-        AgentPhase.STARTING,
+        P.STARTING,
+        LATER,
     ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("options", "before", "happening", "effects", "phase"),
-    [row[1:] for row in ROWS],
-    ids=[row[0] for row in ROWS],
+    ("before", "happening", "effects", "phase", "options"),
+    [case[1:] for case in ROWS],
+    ids=[case[0] for case in ROWS],
 )
 def test_each_row_of_the_table(
-    options: dict[str, Any],
     before: list[Input],
     happening: Input,
     effects: list[Effect],
-    phase: AgentPhase,
+    phase: P,
+    options: dict[str, Any],
 ) -> None:
     """Phase and input give the next phase and the effects, in order."""
     one = machine(*before, **options)
@@ -657,14 +570,14 @@ def test_a_callback_that_fails_ends_the_job_with_its_error() -> None:
     ]
     assert isinstance(effects[0], Finish)
     assert effects[0].error is error
-    assert one.phase is AgentPhase.DONE
+    assert one.phase is P.DONE
 
 
 def test_a_callback_that_does_not_answer_ends_the_job() -> None:
     one = machine(Start(), STARTED, ended(1, BAD), group_stopped(failure()), **ASKING)
     why = "restart.decide has not returned within 600 s"
     assert one.handle(DecisionFailed(0, why)) == [finish_as(JobState.FAILED, why, 7, 0)]
-    assert one.phase is AgentPhase.DONE
+    assert one.phase is P.DONE
 
 
 def test_a_callback_is_not_asked_without_a_choice() -> None:
@@ -711,13 +624,13 @@ LATE: list[Input] = [
 
 
 @pytest.mark.parametrize("late", LATE, ids=lambda late: f"{type(late).__name__} {late.attempt}")
-@pytest.mark.parametrize("phase", [AgentPhase.STARTING, AgentPhase.RUNNING, AgentPhase.STOPPING])
-def test_a_late_result_changes_nothing(late: Input, phase: AgentPhase) -> None:
+@pytest.mark.parametrize("phase", [P.STARTING, P.RUNNING, P.STOPPING])
+def test_a_late_result_changes_nothing(late: Input, phase: P) -> None:
     """A result of another attempt is dropped, in every phase."""
     one = machine(Start(), STARTED, ended(1, BAD), group_stopped(failure()), max_restarts=2)
-    if phase is not AgentPhase.STARTING:
+    if phase is not P.STARTING:
         one.handle(GroupStarted(1, 30.0))
-    if phase is AgentPhase.STOPPING:
+    if phase is P.STOPPING:
         one.handle(ended(0, BAD, attempt=1))
     assert one.phase is phase
     before = repr(one)
@@ -731,7 +644,7 @@ def test_a_result_that_is_not_awaited_is_dropped(answer: Input) -> None:
     """A delay or callback that was cancelled may still have a result."""
     one = machine(Start(), STARTED)
     assert one.handle(answer) == []
-    assert one.phase is AgentPhase.RUNNING
+    assert one.phase is P.RUNNING
 
 
 @pytest.mark.parametrize(
@@ -750,7 +663,7 @@ def test_after_the_end_there_are_no_effects(happening: Input) -> None:
     """DONE is final."""
     one = machine(STOP)
     assert one.handle(happening) == []
-    assert one.phase is AgentPhase.DONE
+    assert one.phase is P.DONE
 
 
 def test_a_stop_may_bring_its_own_plan() -> None:
@@ -1037,7 +950,7 @@ class Jobs(RuleBasedStateMachine):
     @invariant()
     def the_end_comes_once(self) -> None:
         assert len(self.finishes) <= 1
-        assert bool(self.finishes) == (self.machine.phase is AgentPhase.DONE)
+        assert bool(self.finishes) == (self.machine.phase is P.DONE)
 
     @invariant()
     def something_is_always_under_way(self) -> None:
