@@ -227,11 +227,6 @@ class Liveness:
         if self._watchdog is not None:
             self._watchdog.end_deadlines()
 
-    async def end_polls(self) -> None:
-        """Look at the workers no more.  Idempotent; safe to call again after cancellation."""
-        if self._watchdog is not None:
-            await self._watchdog.end_polls()
-
     def close_workers(self) -> None:
         """Close the sockets of the workers: no process of the attempt is left.  Idempotent."""
         self._sockets.close_workers()

@@ -340,7 +340,7 @@ class WorkerGroup:
         """
         self._is_abandoned = True
         self._runtime.liveness.end_deadlines()
-        await self._end_watches()
+        await self._end_preparation()
         if self._starting is not None and not self._starting.done():
             if not self._runtime.entrypoint.is_importing:
                 await self._runtime.clock.wait_for(self._starting, seconds=_SPAWN_S)
@@ -355,17 +355,16 @@ class WorkerGroup:
 
         Idempotent; safe to call again after cancellation.
         """
-        await self._end_watches()
+        await self._end_preparation()
         self._runtime.liveness.close_workers()
         self._runtime.output.end_attempt(self.attempt)
         for record in self.records.values():
             unkept = self._runtime.output.capture.pop_unkept(record.logs.stderr.path)
             record.unkept = unkept or record.unkept
 
-    async def _end_watches(self) -> None:
+    async def _end_preparation(self) -> None:
         if self._preparing is not None:
             await cancel_and_wait([self._preparing])
-        await self._runtime.liveness.end_polls()
 
     def with_reports(self, status: JobStatus) -> JobStatus:
         """Return a status with what the workers have reported about themselves."""

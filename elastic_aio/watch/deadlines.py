@@ -168,10 +168,12 @@ class DeadlineTable:
         """Number of the last pending change to which all workers that run agree; -1 for none."""
         self.peers_finished = 0
         """How many workers of other nodes have finished, as far as is known."""
+        self.is_stopping = False
+        """Whether workers are being stopped: then no deadline counts but those of timers."""
         self._spec = spec
         self._unfinished_after = unfinished_after
         self._succeeded_at: float | None = None
-        self._has_reported = self._is_stopping = False
+        self._has_reported = False
         self._timers: dict[int, dict[str, WorkerTimer]] = {}
         self._timer_count = 0
         # By time; of the released ones there are not more than of the others, and a few.
@@ -198,10 +200,6 @@ class DeadlineTable:
     def note_success(self, at: float) -> None:
         """Note that a worker, perhaps of another node, has finished; the earliest time counts."""
         self._succeeded_at = at if self._succeeded_at is None else min(at, self._succeeded_at)
-
-    def stop(self) -> None:
-        """End the deadlines of workers, which are being stopped; those of timers go on."""
-        self._is_stopping = True
 
     # -------------------------------------------------------------- messages
 
@@ -347,7 +345,7 @@ class DeadlineTable:
 
     @property
     def _report_at(self) -> float | None:
-        is_due = self.workers and not self._has_reported and not self._is_stopping
+        is_due = self.workers and not self._has_reported and not self.is_stopping
         if self._succeeded_at is None or not is_due:
             return None
         return self._succeeded_at + self._unfinished_after
@@ -374,7 +372,7 @@ class DeadlineTable:
         return [missed for _, missed in sorted(found, key=lambda pair: pair[0])]
 
     def _deadlines(self, report: WorkerReport) -> Iterator[_Deadline]:
-        if self._is_stopping:
+        if self.is_stopping:
             return
         if report.is_triggered and "watchdog" not in report.missed:
             yield _Deadline(0.0, "watchdog", 0.0, report.heartbeat_at or report.started)

@@ -93,7 +93,6 @@ class Watchdog:
         self._workers: Mapping[int, WatchedWorker] = {}
         self._attempt = 0
         self._agreed_change = -1
-        self._is_stopping = False
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = 0.0
         self._is_reading = False
@@ -119,7 +118,6 @@ class Watchdog:
     def begin_attempt(self, attempt: int, workers: Mapping[int, WatchedWorker]) -> None:
         """Forget the former attempt; `workers` are those of this one, now or later."""
         self._attempt, self._workers = attempt, workers
-        self._is_stopping = False
         self._missed.clear()
         self._table = self._make_table()
         self._agreed_change = -1
@@ -134,6 +132,7 @@ class Watchdog:
         Args:
             uninterruptible_timeout: seconds that one may be stuck in the kernel; None: any time.
         """
+        self._polls = [poll for poll in self._polls if not poll.done()]
         if (seconds := self._spec.idle_report) is not None:
             polling = watch_idle(seconds, self._clock, self._running, self._report_idle)
             self._polls.append(create_task(polling, name="idle workers"))
@@ -176,16 +175,9 @@ class Watchdog:
 
     def end_deadlines(self) -> None:
         """End the deadlines of workers, which are being stopped, but no timer.  Idempotent."""
-        self._is_stopping = True
-        self._table.stop()
+        self._table.is_stopping = True
         for poll in self._polls:
             poll.cancel()
-
-    async def end_polls(self) -> None:
-        """Wait for what `end_deadlines` has ended.  Idempotent."""
-        if self._polls:
-            await cancel_and_wait(self._polls)
-            self._polls.clear()
 
     async def aclose(self) -> None:
         """Close everything.  Idempotent; safe to call again after cancellation."""
@@ -194,9 +186,9 @@ class Watchdog:
             self._alarm.cancel()
         if self.pipe is not None:
             self.pipe.close()
-        if self._examination is not None:
-            await cancel_and_wait([self._examination])
-        await self.end_polls()
+        tasks = [*self._polls] if self._examination is None else [*self._polls, self._examination]
+        if tasks:
+            await cancel_and_wait(tasks)
 
     def _running(self) -> list[WatchedWorker]:
         return [worker for worker in self._workers.values() if worker.is_running]
@@ -256,7 +248,7 @@ class Watchdog:
         self._set_alarm(self._table.next_deadline)
 
     async def _examine(self) -> None:
-        while self._expired or (self._missed and not self._is_stopping):
+        while self._expired or (self._missed and not self._table.is_stopping):
             if self._expired:
                 await self._end_expired()
             else:

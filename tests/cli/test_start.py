@@ -26,6 +26,7 @@ sys.addaudithook(count)
 from elastic_aio.cli import entry
 sys.argv[1:] = ["run", "--nproc-per-node=2", "--no-python", "/bin/true"]
 code = entry()
+spawned.append({"modules": [*sys.modules]})
 print(json.dumps(spawned))
 sys.exit(code)
 """
@@ -53,11 +54,11 @@ importlib.metadata lzma multiprocessing pickle random shutil tempfile unicodedat
 
 @pytest.fixture(scope="module")
 def spawned() -> list[Any]:
-    """What is loaded and compiled when the guardian is spawned, and when the workers are."""
+    """What is loaded and compiled when the guardian is spawned, when each worker is, and then."""
     ended = run_program([sys.executable, "-c", PROGRAM])
     assert ended.code == 0, ended.err
     found: list[Any] = json.loads(ended.out)
-    assert len(found) == 3
+    assert len(found) == 4
     return found
 
 
@@ -85,10 +86,15 @@ def test_a_start_loads_no_module_of_another_job(spawned: list[Any]) -> None:
     assert not loaded(modules, "anyio h11 h2 hypercorn starlette wsproto")
 
 
+def test_a_job_without_limits_and_reports_loads_no_watchdog(spawned: list[Any]) -> None:
+    """Neither when its workers end."""
+    assert not loaded(spawned[-1]["modules"], "watch stacks", "elastic_aio.")
+
+
 def test_a_start_compiles_few_methods(spawned: list[Any]) -> None:
     assert spawned[1]["compiled"] <= COMPILED_MAX
 
 
 def test_garbage_is_collected_when_all_modules_are_imported(spawned: list[Any]) -> None:
     """Not before: they are no garbage, and take a fortieth of the start to look through."""
-    assert [each["collects"] for each in spawned] == [False, True, True]
+    assert [each["collects"] for each in spawned[:-1]] == [False, True, True]

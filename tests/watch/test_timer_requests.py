@@ -126,7 +126,7 @@ def test_the_begin_of_a_line_is_dropped_with_its_attempt() -> None:
 
 def test_timers_go_on_while_the_workers_are_stopped() -> None:
     table = table_of(request())
-    table.table.stop()
+    table.table.is_stopping = True
     assert table.next_deadline is not None
     assert [timer.pid for timer in table.expire(200.0)] == [7]
 
