@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import msgspec
@@ -35,14 +36,25 @@ class Value(msgspec.Struct, frozen=True):
 
 @functools.cache
 def _fields_of(owner: type[Value]) -> dict[str, dataclasses.Field[Any]]:
-    settings: list[tuple[str, Any, Any]] = []
+    settings: list[tuple[str, Any, dict[str, Any], bool]] = []
     for each in msgspec.structs.fields(owner):
-        options: dict[str, Any] = {"repr": each.name not in owner._hidden}
+        default: dict[str, Any] = {}
         if each.default is not msgspec.NODEFAULT:
-            options["default"] = each.default
+            default["default"] = each.default
         elif each.default_factory is not msgspec.NODEFAULT:
-            options["default_factory"] = each.default_factory
-        settings.append((each.name, each.type, dataclasses.field(**options)))
+            default["default_factory"] = each.default_factory
+        settings.append((each.name, each.type, default, each.name in owner._hidden))
+    return dataclass_fields(owner, settings)
+
+
+def dataclass_fields(
+    owner: type, fields: Iterable[tuple[str, Any, dict[str, Any], bool]]
+) -> dict[str, dataclasses.Field[Any]]:
+    """Return what `dataclasses.fields` reads: of names, types, defaults, and what is hidden."""
+    settings = [
+        (name, kind, dataclasses.field(**default, repr=not is_hidden))
+        for name, kind, default, is_hidden in fields
+    ]
     made: Any = dataclasses.make_dataclass(owner.__name__, settings, kw_only=True)
-    fields: dict[str, dataclasses.Field[Any]] = made.__dataclass_fields__
-    return fields
+    found: dict[str, dataclasses.Field[Any]] = made.__dataclass_fields__
+    return found

@@ -65,6 +65,7 @@ PURE = {
     "worker_error",
     "spec",
     "spec.checks",
+    "spec.fields",
     "spec.job",
     "spec.liveness",
     "spec.logs",

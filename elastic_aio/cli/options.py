@@ -14,8 +14,6 @@ import resource
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from msgspec import Struct
-
 from elastic_aio.spec.checks import UsageError as UsageError
 from elastic_aio.spec.checks import invalid_value as invalid_value
 from elastic_aio.spec.checks import parse_int as parse_int
@@ -23,6 +21,7 @@ from elastic_aio.spec.checks import parse_number as parse_number
 from elastic_aio.spec.checks import parse_seconds as parse_seconds
 from elastic_aio.spec.checks import read_token as read_token
 from elastic_aio.spec.checks import variable_of as variable_of
+from elastic_aio.spec.fields import Option
 from elastic_aio.text import did_you_mean, one_line
 
 if TYPE_CHECKING:
@@ -38,33 +37,6 @@ Values = Mapping[str, str | None]
 """The values of options by their `dest`; None of those that are not given."""
 
 _OPTION_LIKE: Final = r"-(?!\d+$|\d*\.\d+$)[^ ]+$"
-
-
-class Option(Struct, frozen=True):
-    """One option of `aio-elastic run`: a flag unless it has a `metavar`.
-
-    `name` is the dashed spelling without "--"; with `has_variable`, a PET_* variable is
-    the fallback for the option.  Torchrun lacks an option that `is_own`.
-    """
-
-    name: str
-    help: str
-    short: str = ""
-    metavar: str = ""
-    has_variable: bool = True
-    is_own: bool = False
-
-    @property
-    def is_flag(self) -> bool:
-        return not self.metavar
-
-    @property
-    def dest(self) -> str:
-        return self.name.replace("-", "_")
-
-    @property
-    def variable(self) -> str:
-        return variable_of(self.name)
 
 
 def split_options(argv: Sequence[str], options: Sequence[Option]) -> tuple[list[str], list[str]]:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar, NoReturn
 
-from elastic_aio.cli.options import Option, UsageError, parse_seconds, read_token
+from elastic_aio.cli.options import UsageError, parse_seconds, read_token
+from elastic_aio.spec.fields import Option
 from elastic_aio.text import did_you_mean
 
 

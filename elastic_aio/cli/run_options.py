@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from elastic_aio.cli.options import Option
+from elastic_aio.spec.fields import Option
 from elastic_aio.spec.rendezvous import DEFAULT_PORT, ENGINE_ENTRIES, STATIC_PORT
 from elastic_aio.spec.stop import DEFAULT_GRACE
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from elastic_aio.cli.options import Option
+from elastic_aio.spec.fields import Option
 from elastic_aio.text import closest
 
 _PREFIX: Final = "PET_"

@@ -15,7 +15,6 @@ from msgspec.structs import replace
 
 from elastic_aio.cli.log_options import color_of, parse_log_options
 from elastic_aio.cli.options import (
-    Option,
     UsageError,
     Values,
     invalid_value,
@@ -34,6 +33,7 @@ from elastic_aio.cli.run_options import (
 )
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.checks import parse_host_port, signal_number
+from elastic_aio.spec.fields import Option
 from elastic_aio.spec.job import Command, Function, LaunchSpec, Module, Script
 from elastic_aio.spec.liveness import LivenessSpec
 from elastic_aio.spec.logs import LogSpec

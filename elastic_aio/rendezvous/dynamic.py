@@ -262,7 +262,7 @@ class DynamicRendezvous(Rendezvous):
         settings = spec.rendezvous
         if settings.backend == "static":
             rank = settings.node_rank or 0
-            settings = replace(settings, node_rank=rank, is_host=rank == 0)
+            settings = settings.replace(node_rank=rank, is_host=rank == 0)
         self._settings = settings
         self._node = node
         self._agent = agent

@@ -1,6 +1,7 @@
 """Checks of the values that users set; each raises a `SpecError` that names the field.
 
-`checked_…` functions return the value in its final type.
+A check of a field takes its name and an argument, and returns the argument in its final form:
+the `checked_…` functions, and the values of the classes below.
 """
 
 from __future__ import annotations
@@ -8,17 +9,16 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Final, TypeGuard, TypeVar
+from typing import Any, Final, TypeGuard, TypeVar, cast
 
-from msgspec.structs import force_setattr
+from msgspec import Struct
 
 from elastic_aio.errors import SpecError
 from elastic_aio.outcome import SIGNAL_NUMBERS, signal_name
-from elastic_aio.value import Value
 
-Part = TypeVar("Part")
+Kind = TypeVar("Kind")
 
 MAX_NUMBER: Final = 999_999_999
 """The largest number that a setting accepts: 31 years, in seconds."""
@@ -35,21 +35,14 @@ _IPV6: Final = r"[0-9a-fA-F:.]+(?:%[\w.-]+)?"
 _HOST_PORT: Final = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::(.*))?", re.DOTALL)
 
 
-def set_fields(value: object, **fields: object) -> None:
-    """Set the fields of a frozen value in its `__init__` or `__post_init__`."""
-    set_field: Any = force_setattr if isinstance(value, Value) else object.__setattr__
-    for name, content in fields.items():
-        set_field(value, name, content)
-
-
 def is_integer(value: object) -> TypeGuard[int]:
     """Return whether `value` is an int and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def checked_part(name: str, value: object, kind: type[Part], hint: str = "") -> Part:
+def checked_part(name: str, value: object, kind: type[Kind], hint: str = "") -> Kind:
     if value is None:
-        default: Part = _default_part(kind)  # type: ignore[arg-type]
+        default: Kind = _default_part(kind)  # type: ignore[arg-type]
         return default
     if not isinstance(value, kind):
         raise SpecError(name, value, f"must be a {kind.__name__}{hint}")
@@ -60,6 +53,66 @@ def checked_part(name: str, value: object, kind: type[Part], hint: str = "") -> 
 def _default_part(kind: Any) -> Any:
     """Return the part without settings: a frozen value, the same for all specs."""
     return kind()
+
+
+class Part(Struct, frozen=True):
+    """A part of a spec, a value of a class of its own; None is the part without settings."""
+
+    part: type[Any]
+    hint: str = ""
+
+    def __call__(self, name: str, value: object) -> Any:
+        return checked_part(name, value, self.part, self.hint)
+
+
+class Seconds(Struct, frozen=True, kw_only=True):
+    """A number of seconds, above a limit or at least that."""
+
+    at_least: float | None = None
+    above: float | None = None
+
+    def __call__(self, name: str, value: Any) -> Any:
+        check_number(name, value, at_least=self.at_least, above=self.above)
+        return value
+
+
+class Whole(Struct, frozen=True, kw_only=True):
+    """A whole number."""
+
+    at_least: int
+
+    def __call__(self, name: str, value: object) -> int:
+        return checked_integer(name, value, at_least=self.at_least)
+
+
+class OneOf(Struct, frozen=True):
+    """One of some words."""
+
+    accepted: tuple[str, ...]
+
+    def __call__(self, name: str, value: Any) -> Any:
+        if value not in self.accepted:
+            *others, last = map(repr, self.accepted)
+            raise SpecError(name, value, f"must be {', '.join(others)} or {last}")
+        return value
+
+
+def optional(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+    """Return a check that accepts None too, of a field whose default is something else."""
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def checked_bool(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise SpecError(name, value, "must be a bool")
+    return value
+
+
+def checked_name(name: str, value: object) -> str:
+    """Return a text that is not empty."""
+    if not checked_text(name, value):
+        raise SpecError(name, value, "must not be empty")
+    return cast("str", value)
 
 
 def checked_path(name: str, value: object) -> str:
@@ -188,11 +241,7 @@ def parse_host_port(
 ) -> tuple[str, int]:
     """Split `HOST:PORT`, `[IPV6]:PORT` or, where there is a default port, `HOST` or `[IPV6]`.
 
-    Args:
-        name: the field, for the message.
-        value: the text.
-        default_port: the port where the text has none; None requires one.
-        at_least: the lowest port: 0 where that asks for any free one.
+    Port 0, where `at_least` allows it, asks for any free one.
 
     Returns:
         The host without brackets, and the port.

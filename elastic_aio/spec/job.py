@@ -8,29 +8,32 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from functools import partial
 from os import PathLike
-from typing import Any, Final, Literal, cast
+from types import MappingProxyType
+from typing import Any, Final, Literal
 
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.checks import (
     MAX_NUMBER,
-    check_number,
+    OneOf,
+    Part,
+    Seconds,
+    Whole,
+    checked_bool,
     checked_host,
     checked_integer,
     checked_items,
-    checked_part,
+    checked_name,
     checked_path,
     checked_port,
     checked_text,
     checked_texts,
     is_integer,
-    set_fields,
 )
+from elastic_aio.spec.fields import Converted, Option, SpecValue, field, own_option
 from elastic_aio.spec.liveness import LivenessSpec
 from elastic_aio.spec.logs import LogSpec
-from elastic_aio.spec.rendezvous import RendezvousSpec
+from elastic_aio.spec.rendezvous import STATIC_PORT, RendezvousSpec
 from elastic_aio.spec.restart import UNLIMITED, RestartPolicy
 from elastic_aio.spec.stop import StopPlan
 from elastic_aio.value import Value
@@ -107,180 +110,7 @@ class NodeRange(Value, frozen=True):
         return str(self.minimum) if same else f"{self.minimum}:{self.maximum}"
 
 
-@dataclass(frozen=True, slots=True, init=False)
-class LaunchSpec:
-    """One job: what its workers run, how many there are, and how they are supervised.
-
-    Raises:
-        SpecError: one line naming the field, the problem and the value.
-    """
-
-    entrypoint: Script | Module | Command | Function
-    """A script path, an argv list, a function, or one of these types."""
-    args: tuple[Any, ...] = ()
-    """Arguments of every worker.
-
-    `${local_rank}` is replaced in those of commands; a function gets any picklable values.
-    """
-    nproc_per_node: int | str = 1
-    """Workers per node; "cpu", "gpu", "xpu" and "auto" count what the host has.
-
-    So does the name of a private-use backend: "npu", "mlu", "musa", "hpu", or that of a plug-in
-    of the entry point group `elastic_aio.accelerators`.
-    """
-    nnodes: NodeRange = NodeRange()
-    """Nodes of the job: N, "MIN:MAX" or a pair."""
-    max_restarts: int = 0
-    """How many failed attempts may be followed by another one; "unlimited" for any number."""
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Variables set in every worker, over the inherited environment.
-
-    The launcher's own (RANK, MASTER_PORT, ...) cannot be replaced.
-    """
-    cwd: str | None = None
-    """Working directory of the workers; None inherits."""
-    role: str = "default"
-    """Name of these workers, for line prefixes and `ROLE_NAME`."""
-    logs: LogSpec = LogSpec()
-    """Where the output of the workers goes."""
-    restart: RestartPolicy = RestartPolicy()
-    """Which failures are followed by another attempt, and after which delay."""
-    stop: StopPlan = StopPlan()
-    """How workers are stopped, on every path."""
-    liveness: LivenessSpec = LivenessSpec()
-    """How long workers may be silent, and what follows."""
-    rendezvous: RendezvousSpec = RendezvousSpec()
-    """How the nodes find each other; without effect for one node."""
-    run_id: str | None = None
-    """Name of the run, the same on all nodes.
-
-    None is a random id for one node and "none" for several, torchrun's default.
-    """
-    master_addr: str | None = None
-    """Host of MASTER_ADDR; None is 127.0.0.1 for one node.
-
-    For several nodes it is the address of the node with group rank 0, as the others reach it.
-    """
-    master_port: int | None = None
-    """TCP port of MASTER_PORT; None takes a free one for each attempt."""
-    host_store: bool = True
-    """Whether the agent serves torch's store at that port, a fresh one for each attempt.
-
-    Otherwise worker 0 has to.
-    """
-    stdin: Literal["null", "rank0"] = "null"
-    """Standard input of the workers: "null", or "rank0": local rank 0 inherits the launcher's."""
-    python: str | None = None
-    """Interpreter of scripts and modules; None is the running one."""
-    start_method: StartMethod = "spawn"
-    """How Python workers start.
-
-    "spawn" starts a new interpreter; "fork" forks this process, for functions only;
-    "forkserver" forks a server that has imported `preload` once for all attempts.
-    """
-    preload: tuple[str, ...] = ()
-    """Modules that the server of "forkserver" imports."""
-    numa_binding: NumaMode | None = None
-    """How workers are bound to CPUs; None does not bind them.
-
-    "node", "socket", "exclusive" and "core-complex" take CPUs near the device whose index is
-    the local rank, as torch does; "cpu" divides the CPUs among the workers.
-    """
-    virtual_local_rank: bool = False
-    """Whether each worker has LOCAL_RANK 0 and sees its own device only."""
-    timers: bool | str = False
-    """Whether workers may acquire timers (`elastic_aio.worker.expires`).
-
-    A path is that of the named pipe to make; True makes one in the temporary directory.
-    """
-    uninterruptible_timeout: float | None = None
-    """Seconds that a worker may be in one uninterruptible system call (state D); None: any time.
-
-    After that the job fails without a restart, since the worker may hold what another attempt
-    needs, and may not end.
-    """
-    event_history: int = 10_000
-    """How many past events are kept for late readers."""
-
-    def __init__(
-        self,
-        entrypoint: str
-        | PathLike[str]
-        | Sequence[str]
-        | Script
-        | Module
-        | Command
-        | Function
-        | Callable[..., Any],
-        *,
-        args: Iterable[object] = (),
-        nproc_per_node: int | str = 1,
-        nnodes: int | str | tuple[int, int] | NodeRange = 1,
-        max_restarts: int | Literal["unlimited"] = 0,
-        env: Mapping[str, str] | None = None,
-        cwd: str | PathLike[str] | None = None,
-        role: str = "default",
-        logs: LogSpec | None = None,
-        restart: RestartPolicy | None = None,
-        stop: StopPlan | None = None,
-        liveness: LivenessSpec | None = None,
-        rendezvous: RendezvousSpec | None = None,
-        run_id: str | None = None,
-        master_addr: str | None = None,
-        master_port: int | None = None,
-        host_store: bool = True,
-        stdin: Literal["null", "rank0"] = "null",
-        python: str | PathLike[str] | None = None,
-        start_method: StartMethod = "spawn",
-        preload: Iterable[str] = (),
-        numa_binding: NumaMode | None = None,
-        virtual_local_rank: bool = False,
-        uninterruptible_timeout: float | None = None,
-        timers: bool | str | PathLike[str] = False,
-        event_history: int = 10_000,
-    ) -> None:
-        """Check and keep every setting; the fields say what they mean."""
-        settings = {**locals()}
-        program, nodes = _entrypoint(entrypoint), NodeRange.parse(nnodes)
-        set_fields(self, entrypoint=program, args=_arguments(program, args), nnodes=nodes)
-        if run_id is None and nodes.maximum > 1:
-            settings["run_id"] = "none"
-        set_fields(self, **{name: check(name, settings[name]) for name, check in _CHECKS.items()})
-        if self.preload and start_method != "forkserver":
-            raise SpecError("preload", ",".join(self.preload), "needs start method 'forkserver'")
-        self.restart.check_with(self.max_restarts)
-        self._check_rendezvous()
-        if isinstance(self.nproc_per_node, int):
-            self.logs.check_with(self.nproc_per_node)
-
-    def _check_rendezvous(self) -> None:
-        if self.nnodes.maximum == 1:
-            return
-        self.rendezvous.check_with(self.nnodes.maximum)
-        if self.rendezvous.backend == "static" and self.nnodes.minimum < self.nnodes.maximum:
-            problem = "must be one number with the backend 'static', which waits for all nodes"
-            raise SpecError("nnodes", str(self.nnodes), problem)
-
-    def replace(self, **changes: Any) -> LaunchSpec:
-        """Return a copy with some settings changed; it is checked again."""
-        settings = {setting.name: getattr(self, setting.name) for setting in fields(self)}
-        return LaunchSpec(**{**settings, **changes})
-
-    @property
-    def name(self) -> str:
-        """A short name of what the workers run: a path, a module, a program or a function."""
-        match self.entrypoint:
-            case Script(path):
-                return path
-            case Module(name):
-                return name
-            case Command(argv):
-                return argv[0]
-            case Function(call, name):
-                return name or getattr(call, "__qualname__", type(call).__qualname__)
-
-
-def _entrypoint(value: object) -> Script | Module | Command | Function:
+def _entrypoint(_: str, value: object) -> Script | Module | Command | Function:
     match value:
         case Script(path):
             return Script(checked_path("entrypoint", path))
@@ -311,11 +141,10 @@ def _argv(value: Sequence[object]) -> tuple[str, ...]:
     return argv
 
 
-def _arguments(entrypoint: object, args: object) -> tuple[Any, ...]:
-    items = checked_items("args", args)
+def _arguments(entrypoint: object, args: Sequence[object]) -> tuple[Any, ...]:
     if isinstance(entrypoint, Function):
-        return tuple(items)
-    return tuple(_argument("args", item) for item in items)
+        return tuple(args)
+    return tuple(_argument("args", item) for item in args)
 
 
 def _argument(name: str, value: object) -> str:
@@ -346,14 +175,12 @@ def _nproc(name: str, value: object) -> int | str:
     return value
 
 
+def _nodes(_: str, value: object) -> NodeRange:
+    return NodeRange.parse(value)
+
+
 def _max_restarts(name: str, value: object) -> int:
     return UNLIMITED if value == "unlimited" else checked_integer(name, value, at_least=0)
-
-
-def _run_id(name: str, value: object) -> str:
-    if not checked_text(name, value):
-        raise SpecError(name, value, "must not be empty")
-    return cast("str", value)
 
 
 def _env(name: str, value: object) -> Mapping[str, str]:
@@ -372,48 +199,247 @@ def _timers(name: str, value: object) -> bool | str:
     return value if isinstance(value, bool) else checked_path(name, value)
 
 
-def _seconds(name: str, value: object) -> float:
-    check_number(name, value, above=0)
-    return cast("float", value)
+class LaunchSpec(SpecValue, prefix=""):
+    """One job: what its workers run, how many there are, and how they are supervised.
 
+    Raises:
+        SpecError: one line naming the field, the problem and the value.
+    """
 
-def _one_of(*accepted: str) -> Callable[[str, object], object]:
-    def check(name: str, value: object) -> object:
-        if value not in accepted:
-            *others, last = map(repr, accepted)
-            raise SpecError(name, value, f"must be {', '.join(others)} or {last}")
-        return value
+    entrypoint: Converted[
+        Script | Module | Command | Function,
+        str
+        | PathLike[str]
+        | Sequence[str]
+        | Script
+        | Module
+        | Command
+        | Function
+        | Callable[..., Any],
+    ] = field(check=_entrypoint, label="script", kw_only=False)
+    """A script path, an argv list, a function, or one of these types."""
+    args: Converted[tuple[Any, ...], Iterable[object]] = field(default=(), check=checked_items)
+    """Arguments of every worker.
 
-    return check
+    `${local_rank}` is replaced in those of commands; a function gets any picklable values.
+    """
+    nproc_per_node: int | str = field(
+        default=1,
+        check=_nproc,
+        option=Option(
+            "nproc-per-node",
+            "workers per node: a number, 'cpu' (one per usable CPU), 'gpu' or 'xpu' (one per"
+            " visible device), the name of a private-use backend such as 'npu', or 'auto'"
+            " (devices if there are any, else CPUs) (default 1)",
+            metavar="N",
+        ),
+    )
+    """Workers per node; "cpu", "gpu", "xpu" and "auto" count what the host has.
 
+    So does the name of a private-use backend: "npu", "mlu", "musa", "hpu", or that of a plug-in
+    of the entry point group `elastic_aio.accelerators`.
+    """
+    nnodes: Converted[NodeRange, int | str | tuple[int, int] | NodeRange] = field(
+        default=NodeRange(),
+        check=_nodes,
+        option=Option("nnodes", "nodes of the job: N or MIN:MAX (default 1)", metavar="N"),
+    )
+    """Nodes of the job: N, "MIN:MAX" or a pair."""
+    max_restarts: Converted[int, int | Literal["unlimited"]] = field(
+        default=0,
+        check=_max_restarts,
+        option=Option(
+            "max-restarts",
+            "restarts of the group after failures: a number, or 'unlimited' (default 0)",
+            metavar="N",
+        ),
+    )
+    """How many failed attempts may be followed by another one; "unlimited" for any number."""
+    env: Converted[Mapping[str, str], Mapping[str, str] | None] = field(
+        default=MappingProxyType({}), check=_env
+    )
+    """Variables set in every worker, over the inherited environment.
 
-def _optional(check: Callable[[str, object], object]) -> Callable[[str, object], object]:
-    return lambda name, value: None if value is None else check(name, value)
+    The launcher's own (RANK, MASTER_PORT, ...) cannot be replaced.
+    """
+    cwd: Converted[str | None, str | PathLike[str] | None] = field(default=None, check=checked_path)
+    """Working directory of the workers; None inherits."""
+    role: str = field(
+        default="default",
+        check=checked_text,
+        option=Option("role", "name of the workers' role (default 'default')", metavar="NAME"),
+    )
+    """Name of these workers, for line prefixes and `ROLE_NAME`."""
+    logs: Converted[LogSpec, LogSpec | None] = field(default=LogSpec(), check=Part(LogSpec))
+    """Where the output of the workers goes."""
+    restart: Converted[RestartPolicy, RestartPolicy | None] = field(
+        default=RestartPolicy(), check=Part(RestartPolicy)
+    )
+    """Which failures are followed by another attempt, and after which delay."""
+    stop: Converted[StopPlan, StopPlan | None] = field(
+        default=StopPlan(), check=Part(StopPlan, ", such as StopPlan.within(10)")
+    )
+    """How workers are stopped, on every path."""
+    liveness: Converted[LivenessSpec, LivenessSpec | None] = field(
+        default=LivenessSpec(), check=Part(LivenessSpec)
+    )
+    """How long workers may be silent, and what follows."""
+    rendezvous: Converted[RendezvousSpec, RendezvousSpec | None] = field(
+        default=RendezvousSpec(), check=Part(RendezvousSpec)
+    )
+    """How the nodes find each other; without effect for one node."""
+    run_id: str | None = field(
+        default=None,
+        check=checked_name,
+        option=Option(
+            "rdzv-id",
+            "id of the run, the same on all nodes (default: a random id for one node, 'none' for"
+            " several)",
+            metavar="ID",
+        ),
+    )
+    """Name of the run, the same on all nodes.
 
+    None is a random id for one node and "none" for several, torchrun's default.
+    """
+    master_addr: str | None = field(
+        default=None,
+        check=checked_host,
+        option=Option(
+            "master-addr",
+            "host of the node with rank 0, for 'static'; with one node and --master-port,"
+            " MASTER_ADDR of the workers (default 127.0.0.1)",
+            metavar="ADDR",
+        ),
+    )
+    """Host of MASTER_ADDR; None is 127.0.0.1 for one node.
 
-# How each setting is checked that needs no other one, in this order.
-_CHECKS: Final[Mapping[str, Callable[[str, Any], object]]] = {
-    "nproc_per_node": _nproc,
-    "max_restarts": _max_restarts,
-    "env": _env,
-    "cwd": _optional(checked_path),
-    "role": checked_text,
-    "logs": partial(checked_part, kind=LogSpec),
-    "restart": partial(checked_part, kind=RestartPolicy),
-    "stop": partial(checked_part, kind=StopPlan, hint=", such as StopPlan.within(10)"),
-    "liveness": partial(checked_part, kind=LivenessSpec),
-    "rendezvous": partial(checked_part, kind=RendezvousSpec),
-    "run_id": _optional(_run_id),
-    "master_addr": _optional(checked_host),
-    "master_port": _optional(checked_port),
-    "host_store": partial(checked_part, kind=bool),
-    "stdin": _one_of("null", "rank0"),
-    "python": _optional(checked_path),
-    "start_method": _one_of("spawn", "fork", "forkserver"),
-    "preload": _preload,
-    "numa_binding": _optional(_one_of("node", "socket", "exclusive", "core-complex", "cpu")),
-    "virtual_local_rank": partial(checked_part, kind=bool),
-    "timers": _timers,
-    "uninterruptible_timeout": _optional(_seconds),
-    "event_history": partial(checked_integer, at_least=1),
-}
+    For several nodes it is the address of the node with group rank 0, as the others reach it.
+    """
+    master_port: int | None = field(
+        default=None,
+        check=checked_port,
+        option=Option(
+            "master-port",
+            "TCP port of the workers' store (default: a free port per attempt); with 'static' the"
+            f" port of the rendezvous store (default {STATIC_PORT})",
+            metavar="PORT",
+        ),
+    )
+    """TCP port of MASTER_PORT; None takes a free one for each attempt."""
+    host_store: bool = field(default=True, check=checked_bool)
+    """Whether the agent serves torch's store at that port, a fresh one for each attempt.
+
+    Otherwise worker 0 has to.
+    """
+    stdin: Literal["null", "rank0"] = field(
+        default="null",
+        check=OneOf(("null", "rank0")),
+        option=own_option(
+            "stdin",
+            "stdin of local rank 0: 'null' or 'rank0' (inherit); other workers have 'null'"
+            " (default 'null')",
+            "SOURCE",
+        ),
+    )
+    """Standard input of the workers: "null", or "rank0": local rank 0 inherits the launcher's."""
+    python: Converted[str | None, str | PathLike[str] | None] = field(
+        default=None, check=checked_path, label="PYTHON_EXEC"
+    )
+    """Interpreter of scripts and modules; None is the running one."""
+    start_method: StartMethod = field(
+        default="spawn",
+        check=OneOf(("spawn", "fork", "forkserver")),
+        option=Option(
+            "start-method",
+            "start of Python workers: 'spawn', 'fork' (only with --run-path) or 'forkserver'"
+            " (default 'spawn', with --preload 'forkserver')",
+            metavar="NAME",
+        ),
+    )
+    """How Python workers start.
+
+    "spawn" starts a new interpreter; "fork" forks this process, for functions only;
+    "forkserver" forks a server that has imported `preload` once for all attempts.
+    """
+    preload: Converted[tuple[str, ...], Iterable[str]] = field(
+        default=(),
+        check=_preload,
+        option=own_option(
+            "preload",
+            "modules that the fork server imports once for the workers of all attempts, as in"
+            " 'torch,numpy' (default: none)",
+            "MODULES",
+        ),
+    )
+    """Modules that the server of "forkserver" imports."""
+    numa_binding: NumaMode | None = field(
+        default=None,
+        check=OneOf(("node", "socket", "exclusive", "core-complex", "cpu")),
+        option=Option(
+            "numa-binding",
+            "bind workers to CPUs near their devices: 'node', 'socket', 'exclusive' or"
+            " 'core-complex'; or 'cpu' divides the CPUs among the workers (default: not bound)",
+            metavar="MODE",
+            has_variable=False,
+        ),
+    )
+    """How workers are bound to CPUs; None does not bind them.
+
+    "node", "socket", "exclusive" and "core-complex" take CPUs near the device whose index is
+    the local rank, as torch does; "cpu" divides the CPUs among the workers.
+    """
+    virtual_local_rank: bool = field(
+        default=False,
+        check=checked_bool,
+        option=Option(
+            "virtual-local-rank",
+            "each worker has LOCAL_RANK 0 and sees its own device only (default: all devices)",
+        ),
+    )
+    """Whether each worker has LOCAL_RANK 0 and sees its own device only."""
+    timers: Converted[bool | str, bool | str | PathLike[str]] = field(default=False, check=_timers)
+    """Whether workers may acquire timers (`elastic_aio.worker.expires`).
+
+    A path is that of the named pipe to make; True makes one in the temporary directory.
+    """
+    uninterruptible_timeout: float | None = field(default=None, check=Seconds(above=0))
+    """Seconds that a worker may be in one uninterruptible system call (state D); None: any time.
+
+    After that the job fails without a restart, since the worker may hold what another attempt
+    needs, and may not end.
+    """
+    event_history: int = field(default=10_000, check=Whole(at_least=1))
+    """How many past events are kept for late readers."""
+
+    def _check(self) -> None:
+        self._set(args=_arguments(self.entrypoint, self.args))
+        if self.run_id is None and self.nnodes.maximum > 1:
+            self._set(run_id="none")
+        if self.preload and self.start_method != "forkserver":
+            raise SpecError("preload", ",".join(self.preload), "needs start method 'forkserver'")
+        self.restart.check_with(self.max_restarts)
+        self._check_rendezvous()
+        if isinstance(self.nproc_per_node, int):
+            self.logs.check_with(self.nproc_per_node)
+
+    def _check_rendezvous(self) -> None:
+        if self.nnodes.maximum == 1:
+            return
+        self.rendezvous.check_with(self.nnodes.maximum)
+        if self.rendezvous.backend == "static" and self.nnodes.minimum < self.nnodes.maximum:
+            problem = "must be one number with the backend 'static', which waits for all nodes"
+            raise SpecError("nnodes", str(self.nnodes), problem)
+
+    @property
+    def name(self) -> str:
+        """A short name of what the workers run: a path, a module, a program or a function."""
+        match self.entrypoint:
+            case Script(path):
+                return path
+            case Module(name):
+                return name
+            case Command(argv):
+                return argv[0]
+            case Function(call, name):
+                return name or getattr(call, "__qualname__", type(call).__qualname__)

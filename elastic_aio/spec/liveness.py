@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
-from elastic_aio.errors import SpecError
-from elastic_aio.spec.checks import check_number, set_fields
+from elastic_aio.spec.checks import OneOf, Seconds
+from elastic_aio.spec.fields import SpecValue, field, own_option
 
 UNFINISHED_S = 60.0
 """Seconds after the first success of a job, after which the workers that run are reported."""
 
 
-@dataclass(frozen=True, slots=True, init=False)
-class LivenessSpec:
+class LivenessSpec(SpecValue, prefix="liveness."):
     """Limits of the time between two messages of a worker, and what happens after that.
 
     Workers report themselves through `ELASTIC_AIO_NOTIFY_FD` (see `elastic_aio.worker`).  Times
@@ -21,49 +19,76 @@ class LivenessSpec:
     count from its `READY=1`.  None: no limit.
     """
 
-    heartbeat_timeout: float | None = None
+    heartbeat_timeout: float | None = field(
+        default=None,
+        check=Seconds(above=0),
+        option=own_option(
+            "heartbeat-timeout",
+            "fail the attempt when a worker has sent no message for so long (see"
+            " ELASTIC_AIO_NOTIFY_FD in the guide of hangs) (default: no limit)",
+            "SECONDS",
+        ),
+    )
     """The longest time without any message of a worker."""
-    ready_timeout: float | None = None
+    ready_timeout: float | None = field(
+        default=None,
+        check=Seconds(above=0),
+        option=own_option(
+            "ready-timeout",
+            "fail the attempt when a worker has not sent READY=1 so long after its start (default:"
+            " no limit)",
+            "SECONDS",
+        ),
+    )
     """The longest time from the start of a worker to its `READY=1`."""
-    progress_timeout: float | None = None
+    progress_timeout: float | None = field(
+        default=None,
+        check=Seconds(above=0),
+        option=own_option(
+            "progress-timeout",
+            "fail the attempt when a worker has sent the same PROGRESS, or none, for so long"
+            " (default: no limit)",
+            "SECONDS",
+        ),
+    )
     """The longest time in which the step of a worker (`PROGRESS=step`) may stay the same."""
-    exit_skew_timeout: float | None = None
+    exit_skew_timeout: float | None = field(
+        default=None,
+        check=Seconds(above=0),
+        option=own_option(
+            "exit-skew-timeout",
+            "fail the attempt when a worker still runs so long after the first of its node, or all"
+            " of another node, have exited with 0 (default: no limit)",
+            "SECONDS",
+        ),
+    )
     """The longest time from the first success of a worker of the node to the end of the others.
 
     The success of all workers of another node counts too.  Needs nothing of the workers.
     """
-    idle_report: float | None = None
+    on_timeout: Literal["fail", "report"] = field(
+        default="fail",
+        check=OneOf(("fail", "report")),
+        option=own_option(
+            "on-timeout",
+            "after such a time: 'fail' (the attempt) or 'report' (and go on) (default 'fail')",
+            "ACTION",
+        ),
+    )
+    """After a missed deadline: "fail" fails the attempt, "report" only reports it."""
+    idle_report: float | None = field(
+        default=None,
+        check=Seconds(above=0),
+        option=own_option(
+            "idle-report",
+            "report once that no worker has used CPU time or written for so long (default: never)",
+            "SECONDS",
+        ),
+    )
     """Report, once, that no worker of the node has used CPU time or written for this long.
 
     Needs nothing of the workers, and never ends them.
     """
-    on_timeout: Literal["fail", "report"] = "fail"
-    """After a missed deadline: "fail" fails the attempt, "report" only reports it."""
-
-    def __init__(
-        self,
-        *,
-        heartbeat_timeout: float | None = None,
-        ready_timeout: float | None = None,
-        progress_timeout: float | None = None,
-        exit_skew_timeout: float | None = None,
-        idle_report: float | None = None,
-        on_timeout: Literal["fail", "report"] = "fail",
-    ) -> None:
-        """Check and keep every setting; the fields say what they mean."""
-        seconds = {
-            "heartbeat_timeout": heartbeat_timeout,
-            "ready_timeout": ready_timeout,
-            "progress_timeout": progress_timeout,
-            "exit_skew_timeout": exit_skew_timeout,
-            "idle_report": idle_report,
-        }
-        for name, value in seconds.items():
-            if value is not None:
-                check_number(f"liveness.{name}", value, above=0)
-        if on_timeout not in ("fail", "report"):
-            raise SpecError("liveness.on_timeout", on_timeout, "must be 'fail' or 'report'")
-        set_fields(self, **seconds, on_timeout=on_timeout)
 
     @property
     def deadlines(self) -> tuple[float, ...]:

@@ -15,7 +15,6 @@ An entry point of the group `elastic_aio.logs_specs` makes a plug-in known to
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from enum import IntFlag
 from os import PathLike
 from typing import Final, Literal
@@ -23,13 +22,22 @@ from typing import Final, Literal
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.checks import (
     MAX_NUMBER,
+    OneOf,
+    Whole,
+    checked_bool,
     checked_integer,
     checked_items,
-    checked_part,
     checked_path,
     checked_text,
     is_integer,
-    set_fields,
+)
+from elastic_aio.spec.fields import (
+    Converted,
+    Option,
+    SpecValue,
+    field,
+    own_option,
+    spec_fields,
 )
 from elastic_aio.value import Value
 
@@ -48,6 +56,12 @@ class Std(IntFlag):
 
 _MAX_BYTES_MIN, _MAX_BYTES_MAX = 1 << 16, 1 << 50
 
+_OF_FILES: Final = (
+    *("redirects", "tee", "local_ranks_filter", "duplicate_stdout_filters"),
+    *("duplicate_stderr_filters", "on_full", "max_bytes", "keep_attempts", "keep_runs"),
+)
+"""Settings without an effect where nothing is captured."""
+
 _ACCEPTED = "must be a mask 0-3 or a list such as '0:3,1:1' or '0-3:3,10:1'"
 
 
@@ -60,35 +74,35 @@ class StdMap(Value, frozen=True):
     """Pairs of a local rank and its mask, in ascending order."""
 
     @classmethod
-    def parse(cls, field: str, value: object) -> StdMap:
+    def parse(cls, name: str, value: object) -> StdMap:
         """Read a `StdMap` from a mask, a mapping, or the text of `-r`/`-t`.
 
         Ranks that a list does not name get no stream, as in torchrun.
 
         Raises:
-            SpecError: naming `field`; the value has none of these forms.
+            SpecError: naming `name`; the value has none of these forms.
         """
         if isinstance(value, StdMap):
             return value
         if isinstance(value, Mapping):
-            return cls(by_rank=_checked(field, value, list(value.items())))
+            return cls(by_rank=_checked(name, value, list(value.items())))
         if is_integer(value):
-            return cls(everyone=_mask(field, value, value))
+            return cls(everyone=_mask(name, value, value))
         if not isinstance(value, str):
-            raise SpecError(field, value, _ACCEPTED)
+            raise SpecError(name, value, _ACCEPTED)
         if _is_number(value.strip()):
-            return cls(everyone=_mask(field, value, int(value)))
+            return cls(everyone=_mask(name, value, int(value)))
         pairs: list[tuple[object, object]] = []
         for part in value.split(","):
             ranks, colon, mask = part.strip().partition(":")
             first, dash, last = ranks.partition("-")
             last = last if dash else first
             if not (colon and _is_number(first) and _is_number(last) and _is_number(mask)):
-                raise SpecError(field, value, _ACCEPTED)
+                raise SpecError(name, value, _ACCEPTED)
             if int(first) > int(last):
-                raise SpecError(field, value, f"range {ranks} runs backwards")
+                raise SpecError(name, value, f"range {ranks} runs backwards")
             pairs += [(rank, int(mask)) for rank in range(int(first), int(last) + 1)]
-        return cls(by_rank=_checked(field, value, pairs))
+        return cls(by_rank=_checked(name, value, pairs))
 
     def of(self, local_rank: int) -> Std:
         """Return the streams of one worker."""
@@ -110,149 +124,225 @@ def _is_number(text: str) -> bool:
     return text.isdecimal() and len(text) <= 5
 
 
-def _mask(field: str, value: object, mask: object) -> Std:
+def _mask(name: str, value: object, mask: object) -> Std:
     if is_integer(mask) and 0 <= mask <= Std.ALL:
         return Std(mask)
-    raise SpecError(field, value, _ACCEPTED)
+    raise SpecError(name, value, _ACCEPTED)
 
 
 def _checked(
-    field: str, value: object, pairs: list[tuple[object, object]]
+    name: str, value: object, pairs: list[tuple[object, object]]
 ) -> tuple[tuple[int, Std], ...]:
     masks: dict[int, Std] = {}
     for rank, mask in pairs:
         if not is_integer(rank) or not 0 <= rank <= MAX_NUMBER:
-            raise SpecError(field, value, _ACCEPTED)
+            raise SpecError(name, value, _ACCEPTED)
         if rank in masks:
-            raise SpecError(field, value, f"must name rank {rank} only once")
-        masks[rank] = _mask(field, value, mask)
+            raise SpecError(name, value, f"must name rank {rank} only once")
+        masks[rank] = _mask(name, value, mask)
     return tuple(sorted(masks.items()))
 
 
-def _filters(stream: str, value: object) -> tuple[str, ...]:
-    field = f"logs.duplicate_{stream}_filters"
-    for text in (texts := checked_items(field, value)):
-        if not checked_text(field, text) or "\n" in text:
-            raise SpecError(field, text, "must hold texts within a line, none of them empty")
+def _map(name: str, value: object) -> StdMap:
+    return StdMap.parse(name, value)
+
+
+def _ranks(name: str, value: object) -> frozenset[int]:
+    return frozenset(checked_integer(name, rank, at_least=0) for rank in checked_items(name, value))
+
+
+def _prefix(name: str, value: object) -> str:
+    if "\n" in (prefix := checked_text(name, value)):
+        raise SpecError(name, prefix, "must be a single line")
+    return prefix
+
+
+def _filters(name: str, value: object) -> tuple[str, ...]:
+    for text in (texts := checked_items(name, value)):
+        if not checked_text(name, text) or "\n" in text:
+            raise SpecError(name, text, "must hold texts within a line, none of them empty")
     return tuple(texts)
 
 
-def _check_retention(max_bytes: object, keep_attempts: object, keep_runs: object) -> None:
-    if max_bytes is not None and not (
-        is_integer(max_bytes) and _MAX_BYTES_MIN <= max_bytes <= _MAX_BYTES_MAX
-    ):
+def _max_bytes(name: str, value: object) -> int:
+    if not is_integer(value) or not _MAX_BYTES_MIN <= value <= _MAX_BYTES_MAX:
         problem = f"must be a whole number from {_MAX_BYTES_MIN} to {_MAX_BYTES_MAX}"
-        raise SpecError("logs.max_bytes", max_bytes, problem)
-    for name, value in (("keep_attempts", keep_attempts), ("keep_runs", keep_runs)):
-        if value is not None:
-            checked_integer(f"logs.{name}", value, at_least=1)
+        raise SpecError(name, value, problem)
+    return value
 
 
-@dataclass(frozen=True, slots=True, init=False)
-class LogSpec:
+def _filters_option(stream: str) -> Option:
+    return Option(
+        f"duplicate-{stream}-filters",
+        f"texts, separated by commas (',,' is a comma): tee'd lines of {stream} that hold one"
+        f" of them are also written to filtered_{stream}.log (default: none)",
+        metavar="TEXTS",
+    )
+
+
+class LogSpec(SpecValue, prefix="logs."):
     """Where the output of the workers goes.
 
     `redirects` and `tee` accept a mask, a mapping of local ranks to masks, or the text
     of the command line: `3`, `{0: 3}` and `"0:3"`.
     """
 
-    log_dir: str | None = None
+    log_dir: Converted[str | None, str | PathLike[str] | None] = field(
+        default=None,
+        check=checked_path,
+        option=Option(
+            "log-dir",
+            "directory for logs; '/dev/null' keeps none (default: a temporary directory when"
+            " needed)",
+            metavar="DIR",
+        ),
+    )
     """Directory for the logs of all runs.
 
     None creates a temporary one when it is needed; "/dev/null" captures nothing and leaves
     every stream inherited.
     """
-    redirects: StdMap = StdMap()
+    redirects: Converted[StdMap, StdMap | Mapping[int, int] | int | str] = field(
+        default=StdMap(),
+        check=_map,
+        option=Option(
+            "redirects",
+            "streams written to log files: 0 none, 1 stdout, 2 stderr, 3 both; or per local rank"
+            " as in '0-3:3,10:1' (default 0)",
+            short="-r",
+            metavar="STREAMS",
+        ),
+    )
     """Streams that go to files only."""
-    tee: StdMap = StdMap()
+    tee: Converted[StdMap, StdMap | Mapping[int, int] | int | str] = field(
+        default=StdMap(),
+        check=_map,
+        option=Option(
+            "tee",
+            "streams written to log files and to the console; values as for --redirects"
+            " (default 0)",
+            short="-t",
+            metavar="STREAMS",
+        ),
+    )
     """Streams that go to files and, with a prefix, to the console."""
-    local_ranks_filter: frozenset[int] = frozenset()
+    local_ranks_filter: Converted[frozenset[int], Iterable[int]] = field(
+        default=frozenset(),
+        check=_ranks,
+        option=Option(
+            "local-ranks-filter",
+            "local ranks whose output reaches the console, as in '0,2' (default: all); without"
+            " --tee or --redirects, the output of the others is dropped",
+            metavar="RANKS",
+        ),
+    )
     """Local ranks shown on the console; empty shows all."""
-    prefix: str | None = None
+    prefix: str | None = field(
+        default=None,
+        check=_prefix,
+        option=own_option(
+            "log-prefix",
+            "template of the prefix of tee'd lines (default '[${role}${local_rank}]:')",
+            "TEMPLATE",
+        ),
+    )
     """Template of the line prefix; None is torchrun's `[${role}${local_rank}]:`.
 
     `${role}` (or `${role_name}`), `${rank}`, `${local_rank}`, `${attempt}`, `${host}`,
     `${stream}` and `${timestamp}` are replaced.
     """
-    duplicate_stdout_filters: tuple[str, ...] = ()
+    duplicate_stdout_filters: Converted[tuple[str, ...], Iterable[str]] = field(
+        default=(), check=_filters, option=_filters_option("stdout")
+    )
     """Texts that select lines of stdout for a further file, `filtered_stdout.log`.
 
     It gets the lines that the console shows of tee'd streams, with their prefixes, if they hold
     one of the texts; there is one on each node for each attempt.
     """
-    duplicate_stderr_filters: tuple[str, ...] = ()
+    duplicate_stderr_filters: Converted[tuple[str, ...], Iterable[str]] = field(
+        default=(), check=_filters, option=_filters_option("stderr")
+    )
     """As `duplicate_stdout_filters`, for `filtered_stderr.log`."""
-    on_full: Literal["fail", "console"] = "fail"
+    on_full: Literal["fail", "console"] = field(
+        default="fail",
+        check=OneOf(("fail", "console")),
+        option=own_option(
+            "on-full",
+            "when the disk of the log files is full: 'fail' (the worker's write fails) or"
+            " 'console' (the console shows what the files do not take) (default 'fail')",
+            "ACTION",
+        ),
+    )
     """What happens when the disk of the log files is full.
 
     "fail" fails the worker's own write; "console" leads the streams through this process,
     which shows on the console what a file does not take.
     """
-    color: Literal["auto", "always", "never"] = "never"
+    color: Literal["auto", "always", "never"] = field(
+        default="never",
+        check=OneOf(("auto", "always", "never")),
+        option=own_option(
+            "color",
+            "colors by rank in the prefixes of tee'd lines, and in the launcher's own lines:"
+            " 'always', 'never' or 'auto' (on a terminal, unless NO_COLOR is set) (default 'auto')",
+            "WHEN",
+        ),
+    )
     """Whether prefixes have the color of their rank; "auto": where the console is a terminal."""
-    capture: bool = True
+    capture: bool = field(
+        default=True,
+        check=checked_bool,
+        option=own_option(
+            "no-capture",
+            "leave the workers' standard error alone where it is no terminal: it does not pass"
+            " through the launcher, whose report of a failure then has none of its lines",
+        ),
+    )
     """Whether stderr that would go to a pipe or a file is captured, to say why a worker failed.
 
     It passes through this process, unchanged, and through a file in the run's directory, which
     is removed unless the job fails.  A terminal is never captured.
     """
-    max_bytes: int | None = None
+    max_bytes: int | None = field(
+        default=None,
+        check=_max_bytes,
+        option=own_option(
+            "log-max-bytes",
+            "disk space of each log file, as in '100M': the beginning of a longer one is freed"
+            " (default: no limit)",
+            "SIZE",
+        ),
+    )
     """Disk space that each log file may take: the beginning of a longer one is freed.
 
     The last half of it is always kept, and what the console has not shown yet.
     """
-    keep_attempts: int | None = None
+    keep_attempts: int | None = field(
+        default=None,
+        check=Whole(at_least=1),
+        option=own_option(
+            "log-keep-attempts",
+            "attempts whose log directories are kept, the latest (default: all)",
+            "N",
+        ),
+    )
     """How many attempts' directories are kept, the latest; None keeps all."""
-    keep_runs: int | None = None
+    keep_runs: int | None = field(
+        default=None,
+        check=Whole(at_least=1),
+        option=own_option(
+            "log-keep-runs",
+            "runs whose directories are kept in --log-dir, the latest that had this option"
+            " (default: all)",
+            "N",
+        ),
+    )
     """How many runs' directories are kept in `log_dir`, the latest, among those that were made
     with this setting; None keeps all.  Those of running jobs are always kept."""
 
-    def __init__(
-        self,
-        *,
-        log_dir: str | PathLike[str] | None = None,
-        redirects: StdMap | Mapping[int, int] | int | str = 0,
-        tee: StdMap | Mapping[int, int] | int | str = 0,
-        local_ranks_filter: Iterable[int] = (),
-        prefix: str | None = None,
-        duplicate_stdout_filters: Iterable[str] = (),
-        duplicate_stderr_filters: Iterable[str] = (),
-        on_full: Literal["fail", "console"] = "fail",
-        color: Literal["auto", "always", "never"] = "never",
-        capture: bool = True,
-        max_bytes: int | None = None,
-        keep_attempts: int | None = None,
-        keep_runs: int | None = None,
-    ) -> None:
-        """Check and keep every setting; the fields say what they mean."""
-        ranks = checked_items("logs.local_ranks_filter", local_ranks_filter)
-        for rank in ranks:
-            checked_integer("logs.local_ranks_filter", rank, at_least=0)
-        if prefix is not None and "\n" in checked_text("logs.prefix", prefix):
-            raise SpecError("logs.prefix", prefix, "must be a single line")
-        if on_full not in ("fail", "console"):
-            raise SpecError("logs.on_full", on_full, "must be 'fail' or 'console'")
-        if color not in ("auto", "always", "never"):
-            raise SpecError("logs.color", color, "must be 'auto', 'always' or 'never'")
-        _check_retention(max_bytes, keep_attempts, keep_runs)
-        if keep_runs is not None and log_dir is None:
-            raise SpecError("logs.keep_runs", keep_runs, "needs a log directory")
-        set_fields(
-            self,
-            log_dir=None if log_dir is None else checked_path("logs.log_dir", log_dir),
-            redirects=StdMap.parse("logs.redirects", redirects),
-            tee=StdMap.parse("logs.tee", tee),
-            local_ranks_filter=frozenset(ranks),
-            prefix=prefix,
-            duplicate_stdout_filters=_filters("stdout", duplicate_stdout_filters),
-            duplicate_stderr_filters=_filters("stderr", duplicate_stderr_filters),
-            on_full=on_full,
-            color=color,
-            capture=checked_part("logs.capture", capture, kind=bool),
-            max_bytes=max_bytes,
-            keep_attempts=keep_attempts,
-            keep_runs=keep_runs,
-        )
+    def _check(self) -> None:
+        if self.keep_runs is not None and self.log_dir is None:
+            raise SpecError("logs.keep_runs", self.keep_runs, "needs a log directory")
 
     @property
     def is_off(self) -> bool:
@@ -267,18 +357,15 @@ class LogSpec:
     @property
     def ignored(self) -> tuple[str, ...]:
         """The settings that have no effect because nothing is captured."""
-        settings = {
-            "redirects": not self.redirects.is_empty,
-            "tee": not self.tee.is_empty,
-            "local_ranks_filter": bool(self.local_ranks_filter),
-            "duplicate_stdout_filters": bool(self.duplicate_stdout_filters),
-            "duplicate_stderr_filters": bool(self.duplicate_stderr_filters),
-            "on_full": self.on_full != "fail",
-            "max_bytes": self.max_bytes is not None,
-            "keep_attempts": self.keep_attempts is not None,
-            "keep_runs": self.keep_runs is not None,
-        }
-        return tuple(name for name, is_set in settings.items() if is_set and self.is_off)
+        if not self.is_off:
+            return ()
+        values = {name: getattr(self, name) for name in _OF_FILES}
+        return tuple(
+            name
+            for name, value in values.items()
+            if value != spec_fields(LogSpec)[name].default
+            and not (isinstance(value, StdMap) and value.is_empty)
+        )
 
     def check_with(self, nproc: int) -> None:
         """Raise `SpecError` for ranks that a node of `nproc` workers does not have."""
@@ -320,8 +407,6 @@ class LogDestinations(Value, frozen=True):
 
 class LogLayout(LogSpec):
     """Base class of plug-ins: the settings of a `LogSpec`, and its own plan of files."""
-
-    __slots__ = ()
 
     def plan(self, worker: LogLayoutContext) -> LogDestinations:
         """Return where the streams of one worker go.

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import ClassVar, Final, Literal
-
-from msgspec import field
+from types import MappingProxyType
+from typing import Final, Literal, cast
 
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.checks import (
-    check_number,
+    OneOf,
+    Part,
+    Seconds,
+    Whole,
+    checked_bool,
     checked_host,
-    checked_integer,
-    checked_part,
     checked_text,
     checked_texts,
     checked_token,
     format_host_port,
     parse_host_port,
-    set_fields,
 )
+from elastic_aio.spec.fields import ConfKey, Option, SpecValue, field, spec_fields
 from elastic_aio.spec.tls import TlsSpec, checked_tls
 from elastic_aio.value import Value
 
@@ -29,13 +30,6 @@ DEFAULT_PORT: Final = 29400
 
 STATIC_PORT: Final = 29500
 """The same for the backend "static"."""
-
-_ALIKE: Final = frozenset(
-    {"heartbeat_timeout", "join_timeout", "keep_workers"}
-    | {"last_call_timeout", "overlap", "replace_timeout", "scale_up", "scale_up_delay"}
-    | {"scale_up_limit", "store_grace"}
-)
-"""Settings that all nodes of a job must have alike: a node relies on those of the others."""
 
 
 class EngineEntry(Value, frozen=True, kw_only=True):
@@ -84,6 +78,8 @@ ENGINE_ENTRIES: Final = (
 ENGINES: Final = {name: entry for entry in ENGINE_ENTRIES for name in entry.names}
 """The engine of each backend whose store is served by an engine and not by a node."""
 
+_AT_ENGINES: Final = ", ".join(f"with {e.names[0]!r} localhost:{e.port}" for e in ENGINE_ENTRIES)
+
 _HEARTBEAT_MIN: Final = 2.0
 """Seconds; the shortest lease that a store grants."""
 
@@ -93,45 +89,60 @@ _RETENTION_MIN: Final = 60.0
 """Seconds; a job must outlive a short failure of the engine."""
 
 
-class EngineSpec(Value, frozen=True, kw_only=True):
+class EngineSpec(SpecValue, prefix="engine."):
     """The user and the keys of a job on an engine.
 
     Raises:
         SpecError: one line naming the field, the problem and the value.
     """
 
-    user: str | None = None
+    user: str | None = field(default=None, check=checked_text)
     """User of the engine; None for none."""
-    password: str | None = None
+    password: str | None = field(default=None, check=checked_text, hidden=True)
     """The user's password."""
-    sentinel: str | None = None
+    sentinel: str | None = field(default=None, check=checked_text)
     """Name of the master that the endpoints, Redis Sentinels, know; None: they are servers."""
-    key_prefix: str = "/rendezvous"
+    key_prefix: str = field(default="/rendezvous", check=checked_text)
     """Precedes the keys of all jobs: two clusters that share an engine need different ones."""
-    retention: float = 86400.0
+    retention: float = field(default=86400.0, check=Seconds(at_least=_RETENTION_MIN))
     """Seconds after which the keys of a job are removed that has ended, or lost all nodes."""
 
-    # A spec may be logged.
-    _hidden: ClassVar[tuple[str, ...]] = ("password",)
-
-    def __post_init__(self) -> None:
-        for name in ("user", "password", "sentinel"):
-            if getattr(self, name) is not None:
-                checked_text(f"engine.{name}", getattr(self, name))
+    def _check(self) -> None:
         if self.password is not None and not self.user:
             raise SpecError("engine.user", self.user, "is needed with engine.password")
-        checked_text("engine.key_prefix", self.key_prefix)
-        check_number("engine.retention", self.retention, at_least=_RETENTION_MIN)
 
 
-class RendezvousSpec(Value, frozen=True, kw_only=True):
+def _backend(name: str, value: object) -> str:
+    if not checked_text(name, value).strip():
+        raise SpecError(name, value, "must not be empty")
+    return cast("str", value)
+
+
+def _token(name: str, value: object) -> str | None:
+    return checked_token(value, name)
+
+
+def _tls(name: str, value: object) -> TlsSpec | None:
+    return checked_tls(value, name)
+
+
+class RendezvousSpec(SpecValue, prefix="rendezvous."):
     """How the nodes of a job find each other; without effect for a job of one node.
 
     Raises:
         SpecError: one line naming the field, the problem and the value.
     """
 
-    backend: str = "c10d"
+    backend: str = field(
+        default="c10d",
+        check=_backend,
+        option=Option(
+            "rdzv-backend",
+            "rendezvous of several nodes: 'c10d', 'static', 'etcd', 'redis' or a plug-in (default"
+            " 'static' as in torchrun; 'c10d' in Python)",
+            metavar="NAME",
+        ),
+    )
     """How nodes get their ranks; the default is "c10d" here, "static" on the command line.
 
     "c10d" (or "tcp"): a coordinator assigns them, at a store that one of the nodes serves.
@@ -140,61 +151,144 @@ class RendezvousSpec(Value, frozen=True, kw_only=True):
     "etcd" (or "etcd-v2"): as "c10d", at a store on etcd v3; `endpoint` names its members.
     "redis" (or "valkey"): the same on Redis or Valkey, with the package redis.
     """
-    endpoint: str = f"localhost:{DEFAULT_PORT}"
+    endpoint: str = field(
+        default=f"localhost:{DEFAULT_PORT}",
+        check=checked_text,
+        option=Option(
+            "rdzv-endpoint",
+            f"endpoint of the rendezvous store (default localhost:{DEFAULT_PORT}; with 'static'"
+            f" MASTER_ADDR:MASTER_PORT; {_AT_ENGINES}); several, separated by commas, are tried in"
+            " order",
+            metavar="HOST:PORT",
+        ),
+    )
     """Where the store is: `HOST:PORT`, `[IPV6]:PORT` or `HOST`.
 
     The default port is 29400, 29500 for "static", 2379 for "etcd", 6379 for "redis", 26379 for
     its sentinels.  Several endpoints, separated by commas, are tried in their order, at the
     start and when the store is lost; those of etcd in any order.
     """
-    is_host: bool | None = None
+    is_host: bool | None = field(
+        default=None, check=checked_bool, option=ConfKey("is_host", "detected")
+    )
     """Whether this node serves the store.
 
     None serves it if this node can listen at the endpoint, False never does, True does even
     if the endpoint's address does not belong to this host.
     """
-    node_rank: int | None = None
+    node_rank: int | None = field(
+        default=None,
+        check=Whole(at_least=0),
+        option=Option(
+            "node-rank",
+            "group rank of this node: fixed with 'static' (default: Slurm's, else 0), preferred"
+            " with 'c10d' (default: Slurm's, else none)",
+            metavar="N",
+        ),
+    )
     """The group rank this node prefers; "static" requires one."""
-    local_addr: str | None = None
+    local_addr: str | None = field(
+        default=None,
+        check=checked_host,
+        option=Option(
+            "local-addr",
+            "address of this node for the other nodes (default: that of its connection to the"
+            " store)",
+            metavar="ADDR",
+        ),
+    )
     """Address at which the other nodes reach this one.
 
     None is the local address of the connection to the store.
     """
-    join_timeout: float = 600.0
+    join_timeout: float = field(
+        default=600.0, check=Seconds(above=0), option=ConfKey("join_timeout", least=1), alike=True
+    )
     """Seconds to wait for the minimum of nodes."""
-    replace_timeout: float | None = None
+    replace_timeout: float | None = field(
+        default=None,
+        check=Seconds(at_least=0),
+        option=ConfKey("replace_timeout", "join_timeout; 30 in Slurm and its like", least=0),
+        alike=True,
+    )
     """The same once there has been a round, after the loss of nodes; None is `join_timeout`."""
-    last_call_timeout: float = 30.0
+    last_call_timeout: float = field(
+        default=30.0,
+        check=Seconds(at_least=0),
+        option=ConfKey("last_call_timeout", least=0),
+        alike=True,
+    )
     """Seconds to wait for further nodes once the first round has its minimum."""
-    scale_up_delay: float | None = None
+    scale_up_delay: float | None = field(
+        default=None,
+        check=Seconds(at_least=0),
+        option=ConfKey("scale_up_delay", "last_call_timeout", least=0),
+        alike=True,
+    )
     """Seconds for which a round waits for further joiners, from the latest of them; at most ten
     times as long from the first.
 
     None is `last_call_timeout`.  No joiner waits when all vacant places of the job are filled, or
     when another round begins for another reason.
     """
-    scale_up: Literal["delay", "checkpoint"] = "delay"
+    scale_up: Literal["delay", "checkpoint"] = field(
+        default="delay",
+        check=OneOf(("delay", "checkpoint")),
+        option=ConfKey("scale_up", "delay; or checkpoint"),
+        alike=True,
+    )
     """Whether joiners also wait until all workers have called `agree_to_change`: "checkpoint"."""
-    scale_up_limit: float = 600.0
+    scale_up_limit: float = field(
+        default=600.0, check=Seconds(above=0), option=ConfKey("scale_up_limit", least=1), alike=True
+    )
     """Seconds, after `scale_up_delay`, that joiners wait for that at most."""
-    close_timeout: float = 30.0
+    close_timeout: float = field(
+        default=30.0, check=Seconds(at_least=0), option=ConfKey("close_timeout", least=0)
+    )
     """Seconds that the node which serves the store waits at the end for the others to finish."""
-    heartbeat_timeout: float = 30.0
+    heartbeat_timeout: float = field(
+        default=30.0,
+        check=Seconds(at_least=_HEARTBEAT_MIN),
+        option=ConfKey("heartbeat_timeout", least=2),
+        alike=True,
+    )
     """Seconds without a sign from a node after which it is lost; 2 or more.
 
     It is for hosts that are unreachable or suspended: a node whose process has ended is lost at
     once.
     """
-    read_timeout: float = 60.0
+    read_timeout: float = field(
+        default=60.0,
+        check=Seconds(above=0),
+        option=ConfKey("read_timeout", "60; both 900 with 'static'", least=1),
+    )
     """Seconds to search for a store, at the start and after a loss."""
-    exit_barrier_timeout: float | None = None
+    exit_barrier_timeout: float | None = field(
+        default=None,
+        check=Seconds(at_least=0),
+        option=Option(
+            "exit-barrier-timeout",
+            "seconds that a finished node waits for the other nodes (default: no limit)",
+            metavar="SECONDS",
+            is_own=True,
+        ),
+    )
     """Seconds that a node whose workers succeeded waits for the others; None for no limit.
 
     A node that has left is not there for a restart of the others: the job then fails at once if
     they are too few.  A node that serves a store to the workers of other nodes stays until they
     have ended.
     """
-    store_grace: float | None = None
+    store_grace: float | None = field(
+        default=None,
+        check=Seconds(at_least=0),
+        option=ConfKey(
+            "store_grace",
+            "leaves time for the stop plan; no limit with 'etcd' and 'redis'",
+            least=0,
+        ),
+        alike=True,
+    )
     """Seconds that workers keep running while no store is reachable.
 
     Then the stop plan begins, which ends with SIGKILL 0.25 s before `heartbeat_timeout` is over.
@@ -203,74 +297,50 @@ class RendezvousSpec(Value, frozen=True, kw_only=True):
     the other nodes count from the last sign of this one: with one above `heartbeat_timeout`, its
     workers may run beside those of the round that replaces it.
     """
-    keep_workers: bool = True
+    keep_workers: bool = field(
+        default=True, check=checked_bool, option=ConfKey("keep_workers"), alike=True
+    )
     """Whether workers keep running when the nodes move to another store and nothing else changes.
 
     Otherwise they are restarted once.
     """
-    reuse: bool = False
+    reuse: bool = field(default=False, check=checked_bool, option=ConfKey("reuse"))
     """Whether a run id whose job has ended begins again, as a new job.
 
     Otherwise a node that comes after the end gets the recorded outcome, while the store
     lives, and runs nothing.
     """
-    any_program: bool = False
+    any_program: bool = field(default=False, check=checked_bool, option=ConfKey("any_program"))
     """Whether the nodes may run different programs, or belong to different users.
 
     Otherwise a node that differs from the job at the endpoint is refused: two jobs that have one
     run id by accident would become one.
     """
-    overlap: bool = False
+    overlap: bool = field(default=False, check=checked_bool, option=ConfKey("overlap"), alike=True)
     """Whether a new round may begin on one node while another node still stops its workers.
 
     By default no worker of a round starts before all processes of the round before have
     ended on every node, and a node that is stopped leaves when its workers have ended.
     True saves these waits where two generations of workers can bear to run at once.
     """
-    token: str | None = None
+    token: str | None = field(
+        default=None, check=_token, label="--rdzv-conf: token_file", hidden=True
+    )
     """Secret that the store requires, of at least 16 characters; None for none."""
-    tls: TlsSpec | None = None
+    tls: TlsSpec | None = field(default=None, check=_tls)
     """Certificates with which the store is served, and reached, over TLS only; None for none.
 
     The store of the workers is not affected: torch's clients do not speak TLS.
     """
-    engine: EngineSpec = EngineSpec()
+    engine: EngineSpec = field(default=EngineSpec(), check=Part(EngineSpec))
     """User and keys, with the backends "etcd" and "redis"."""
-    conf: Mapping[str, str] = field(default_factory=dict)
+    conf: Mapping[str, str] = field(
+        default=MappingProxyType({}), check=checked_texts, label="--rdzv-conf"
+    )
     """Settings of plug-ins, as given."""
 
-    # A spec may be logged.
-    _hidden: ClassVar[tuple[str, ...]] = ("token",)
-
-    def __post_init__(self) -> None:
-        if not checked_text("rendezvous.backend", self.backend).strip():
-            raise SpecError("rendezvous.backend", self.backend, "must not be empty")
+    def _check(self) -> None:
         parse_endpoints("rendezvous.endpoint", self.endpoint, self._default_port)
-        if self.is_host is not None:
-            checked_part("rendezvous.is_host", self.is_host, bool)
-        if self.node_rank is not None:
-            checked_integer("rendezvous.node_rank", self.node_rank, at_least=0)
-        if self.local_addr is not None:
-            checked_host("rendezvous.local_addr", self.local_addr)
-        for name in ("join_timeout", "read_timeout", "scale_up_limit"):
-            check_number(f"rendezvous.{name}", getattr(self, name), above=0)
-        for name in ("last_call_timeout", "close_timeout"):
-            check_number(f"rendezvous.{name}", getattr(self, name), at_least=0)
-        heartbeat = self.heartbeat_timeout
-        check_number("rendezvous.heartbeat_timeout", heartbeat, at_least=_HEARTBEAT_MIN)
-        for name in ("exit_barrier_timeout", "replace_timeout", "scale_up_delay", "store_grace"):
-            if (value := getattr(self, name)) is not None:
-                check_number(f"rendezvous.{name}", value, at_least=0)
-        if self.scale_up not in ("delay", "checkpoint"):
-            problem = "must be 'delay' or 'checkpoint'"
-            raise SpecError("rendezvous.scale_up", self.scale_up, problem)
-        for name in ("any_program", "keep_workers", "overlap", "reuse"):
-            if not isinstance(getattr(self, name), bool):
-                raise SpecError(f"rendezvous.{name}", getattr(self, name), "must be a bool")
-        checked_token(self.token, "rendezvous.token")
-        checked_tls(self.tls, "rendezvous.tls")
-        engine = checked_part("rendezvous.engine", self.engine, EngineSpec)
-        set_fields(self, engine=engine, conf=checked_texts("rendezvous.conf", self.conf))
 
     @property
     def endpoints(self) -> tuple[str, ...]:
@@ -281,10 +351,9 @@ class RendezvousSpec(Value, frozen=True, kw_only=True):
     def changed_settings(self) -> dict[str, str]:
         """The settings that nodes must have alike and are not the defaults, as text."""
         found = {}
-        defaults = RendezvousSpec()
-        for name in self.__struct_fields__:
+        for name, each in spec_fields(RendezvousSpec).items():
             value = getattr(self, name)
-            if name in _ALIKE and value != getattr(defaults, name):
+            if each.is_alike and value != each.default:
                 text = str(value) if isinstance(value, bool | str) else f"{value:g}"
                 found[f"rendezvous.{name}"] = text
         return found
@@ -344,11 +413,6 @@ class RendezvousSpec(Value, frozen=True, kw_only=True):
 
 def parse_endpoints(name: str, value: object, default_port: int = DEFAULT_PORT) -> tuple[str, ...]:
     """Read `HOST:PORT`, `[IPV6]:PORT` or `HOST`, several of them separated by commas.
-
-    Args:
-        name: the field, for the message.
-        value: the text.
-        default_port: the port of an endpoint that names none.
 
     Returns:
         The endpoints, each with its port, IPv6 addresses in brackets.

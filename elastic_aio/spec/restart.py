@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Annotated, Final, TypeAlias
 
@@ -15,13 +14,15 @@ from elastic_aio.errors import SpecError
 from elastic_aio.outcome import Failure
 from elastic_aio.spec.checks import (
     MAX_NUMBER,
+    Seconds,
     check_number,
     checked_integer,
     checked_items,
     checked_pair,
     is_integer,
-    set_fields,
+    optional,
 )
+from elastic_aio.spec.fields import Converted, SpecValue, field, own_option, spec_fields
 from elastic_aio.text import counted
 from elastic_aio.value import Value
 
@@ -157,67 +158,128 @@ CAUSE_S = 2.0
 """Seconds in which a failure that is only the loss of a peer waits for its cause."""
 
 
-@dataclass(frozen=True, slots=True, init=False)
-class RestartPolicy:
+def _codes(name: str, value: object) -> frozenset[int]:
+    codes = checked_items(name, value)
+    for code in codes:
+        if not is_integer(code) or not 1 <= code <= 255:
+            raise SpecError(name, code, "must hold exit codes from 1 to 255, 128 + n for a signal")
+    return frozenset(codes)
+
+
+def _window(name: str, value: object) -> RestartWindow:
+    window = (
+        value if isinstance(value, RestartWindow) else RestartWindow(*checked_pair(name, value))
+    )
+    checked_integer(name, window.count, at_least=1)
+    check_number(name, window.seconds, above=0)
+    return window
+
+
+def _callable(name: str, value: object) -> object:
+    if not callable(value):
+        raise SpecError(name, value, "must be callable")
+    return value
+
+
+def _checked_backoff(name: str, backoff: object) -> Backoff:
+    if not isinstance(backoff, Backoff):
+        raise SpecError(name, backoff, "must be a Backoff")
+    check_number(f"{name}.initial", backoff.initial, at_least=0)
+    check_number(f"{name}.factor", backoff.factor, at_least=1)
+    check_number(f"{name}.cap", backoff.cap, at_least=0)
+    if backoff.cap < backoff.initial:
+        problem = f"must be at least initial={backoff.initial:g}"
+        raise SpecError(f"{name}.cap", backoff.cap, problem)
+    if not isinstance(backoff.jitter, bool):
+        raise SpecError(f"{name}.jitter", backoff.jitter, "must be True or False")
+    checked_integer(f"{name}.at_once", backoff.at_once, at_least=0)
+    return backoff
+
+
+def _checked_losses(name: str, losses: object) -> NodeLosses:
+    if not isinstance(losses, NodeLosses):
+        raise SpecError(name, losses, "must be a NodeLosses, or None for no limit")
+    checked_integer(f"{name}.count", losses.count, at_least=0)
+    check_number(f"{name}.seconds", losses.seconds, above=0)
+    _checked_backoff(f"{name}.backoff", losses.backoff)
+    total = losses.backoff.expected_total(losses.count)
+    if total >= losses.seconds:
+        problem = f"cannot be exhausted, as its delays take {total:g} s; use a longer window"
+        raise SpecError(name, str(losses), problem)
+    return losses
+
+
+class RestartPolicy(SpecValue, prefix="restart."):
     """Which failures are followed by another attempt, and after which delay."""
 
-    backoff: Backoff | None = DEFAULT_BACKOFF
+    backoff: Backoff | None = field(
+        default=DEFAULT_BACKOFF,
+        check=optional(_checked_backoff),
+        option=own_option(
+            "restart-delay",
+            "seconds before each restart; with FIRST:LONGEST the time doubles from one restart to"
+            " the next, and a random part of it is waited (default 0 before the first restart,"
+            " then 1, 2, 4 and up to 60; so again after an attempt of a minute)",
+            "SECONDS",
+        ),
+    )
     """Delays between restarts; None restarts at once, as torchrun does.
 
     By default the first restart is at once, and the next ones wait 1, 2, 4 and up to 60 s.
     Delays begin anew after an attempt that ran for a minute, or for `healthy_after`.
     """
-    healthy_after: float | None = None
+    healthy_after: float | None = field(
+        default=None,
+        check=Seconds(above=0),
+        option=own_option(
+            "healthy-after",
+            "an attempt that ran for so long returns all restarts used so far (default: never)",
+            "SECONDS",
+        ),
+    )
     """An attempt that ran this many seconds returns the restarts used so far; None never does."""
-    window: RestartWindow | None = None
+    window: Converted[RestartWindow | None, RestartWindow | tuple[int, float] | None] = field(
+        default=None,
+        check=_window,
+        option=own_option(
+            "restart-window",
+            "at most N restarts within any SECONDS; a further failure ends the job (default: no"
+            " limit)",
+            "N:SECONDS",
+        ),
+    )
     """At most `count` restarts in `seconds`, as a `RestartWindow` or a pair."""
-    restart_on: frozenset[int] | None = None
+    restart_on: Converted[frozenset[int] | None, Iterable[int] | None] = field(
+        default=None,
+        check=_codes,
+        option=own_option(
+            "restart-on",
+            "exit codes, or signals such as SIGKILL, that allow a restart, as in '1,75,SIGSEGV'"
+            " (default: all)",
+            "CODES",
+        ),
+    )
     """Exit codes that allow a restart, 128 + n for a signal; None allows all."""
-    never_on: frozenset[int] = frozenset()
+    never_on: Converted[frozenset[int], Iterable[int]] = field(
+        default=frozenset(),
+        check=_codes,
+        option=own_option(
+            "never-on",
+            "exit codes, or signals, that end the job at once (default: none)",
+            "CODES",
+        ),
+    )
     """Exit codes that end the job at once."""
-    decide: Decide | None = None
+    decide: Decide | None = field(default=None, check=_callable)
     """Called with the root cause of each failed attempt while `max_restarts` allows another.
 
     Returns within 10 minutes a `RestartAction`, or an awaitable of one, that overrides the
     exit-code rules.  A plain function runs in a thread; a coroutine function must not block.
     """
-    node_losses: NodeLosses | None = NodeLosses()
+    node_losses: NodeLosses | None = field(default=NodeLosses(), check=optional(_checked_losses))
     """Limit of lost nodes, which cost no restart; None for no limit."""
 
-    def __init__(
-        self,
-        *,
-        backoff: Backoff | None = DEFAULT_BACKOFF,
-        healthy_after: float | None = None,
-        window: RestartWindow | tuple[int, float] | None = None,
-        restart_on: Iterable[int] | None = None,
-        never_on: Iterable[int] = (),
-        decide: Decide | None = None,
-        node_losses: NodeLosses | None = NodeLosses(),
-    ) -> None:
-        """Check and keep every setting; the fields say what they mean."""
-        if backoff is not None:
-            _check_backoff("restart.backoff", backoff)
-        if window is not None and not isinstance(window, RestartWindow):
-            window = RestartWindow(*checked_pair("restart.window", window))
-        set_fields(
-            self,
-            backoff=backoff,
-            healthy_after=healthy_after,
-            window=window,
-            restart_on=None if restart_on is None else _codes("restart.restart_on", restart_on),
-            never_on=_codes("restart.never_on", never_on),
-            decide=decide,
-            node_losses=node_losses,
-        )
-        self._check()
-
     def _check(self) -> None:
-        if self.window is not None:
-            checked_integer("restart.window", self.window.count, at_least=1)
-            check_number("restart.window", self.window.seconds, above=0)
-        if self.healthy_after is not None:
-            check_number("restart.healthy_after", self.healthy_after, above=0)
         if both := (self.restart_on or frozenset()) & self.never_on:
             codes = ", ".join(map(str, sorted(both)))
             problem = f"must not hold codes of the restart-on list: {codes}"
@@ -225,10 +287,6 @@ class RestartPolicy:
         if self.restart_on == frozenset():
             problem = "must name an exit code; max_restarts=0 never restarts"
             raise SpecError("restart.restart_on", [], problem)
-        if self.decide is not None and not callable(self.decide):
-            raise SpecError("restart.decide", self.decide, "must be callable")
-        if self.node_losses is not None:
-            _check_node_losses(self.node_losses)
         if self.window and self.backoff:
             total = self.backoff.expected_total(self.window.count)
             if total >= self.window.seconds:
@@ -260,48 +318,13 @@ class RestartPolicy:
 def changed_settings(max_restarts: int, policy: RestartPolicy) -> dict[str, str]:
     """Return the settings that are not the defaults as text, to compare those of two nodes."""
     found = {"max_restarts": str(max_restarts)} if max_restarts else {}
-    for field in fields(RestartPolicy):
-        value = getattr(policy, field.name)
-        if value != field.default:
+    for name, each in spec_fields(RestartPolicy).items():
+        value = getattr(policy, name)
+        if value != each.default:
             value = sorted(value) if isinstance(value, frozenset) else value
             text = getattr(value, "__qualname__", None) or str(value)
-            found[f"restart.{field.name}"] = text[:_TEXT_MAX]
+            found[f"restart.{name}"] = text[:_TEXT_MAX]
     return found
-
-
-def _codes(name: str, value: object) -> frozenset[int]:
-    codes = checked_items(name, value)
-    for code in codes:
-        if not is_integer(code) or not 1 <= code <= 255:
-            raise SpecError(name, code, "must hold exit codes from 1 to 255, 128 + n for a signal")
-    return frozenset(codes)
-
-
-def _check_backoff(name: str, backoff: object) -> None:
-    if not isinstance(backoff, Backoff):
-        raise SpecError(name, backoff, "must be a Backoff")
-    check_number(f"{name}.initial", backoff.initial, at_least=0)
-    check_number(f"{name}.factor", backoff.factor, at_least=1)
-    check_number(f"{name}.cap", backoff.cap, at_least=0)
-    if backoff.cap < backoff.initial:
-        problem = f"must be at least initial={backoff.initial:g}"
-        raise SpecError(f"{name}.cap", backoff.cap, problem)
-    if not isinstance(backoff.jitter, bool):
-        raise SpecError(f"{name}.jitter", backoff.jitter, "must be True or False")
-    checked_integer(f"{name}.at_once", backoff.at_once, at_least=0)
-
-
-def _check_node_losses(losses: object) -> None:
-    name = "restart.node_losses"
-    if not isinstance(losses, NodeLosses):
-        raise SpecError(name, losses, "must be a NodeLosses, or None for no limit")
-    checked_integer(f"{name}.count", losses.count, at_least=0)
-    check_number(f"{name}.seconds", losses.seconds, above=0)
-    _check_backoff(f"{name}.backoff", losses.backoff)
-    total = losses.backoff.expected_total(losses.count)
-    if total >= losses.seconds:
-        problem = f"cannot be exhausted, as its delays take {total:g} s; use a longer window"
-        raise SpecError(name, str(losses), problem)
 
 
 class RestartDecision(Struct, frozen=True):

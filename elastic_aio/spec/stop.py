@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from elastic_aio.errors import SpecError
 from elastic_aio.outcome import SIGKILL, SIGTERM, signal_name
-from elastic_aio.spec.checks import (
-    check_number,
-    checked_items,
-    set_fields,
-    signal_number,
-)
+from elastic_aio.spec.checks import OneOf, Seconds, check_number, checked_items, signal_number
+from elastic_aio.spec.fields import Converted, Option, SpecValue, field, own_option
 
 DEFAULT_GRACE: Final = 25.0
 """Seconds between SIGTERM and SIGKILL: Kubernetes and Slurm kill the launcher after 30."""
@@ -27,89 +22,99 @@ when its parents have ended.  "all": every process at once.
 """
 
 
-@dataclass(frozen=True, slots=True, init=False)
-class StopStep:
-    """Send a signal, then wait before the next step for the processes to exit."""
-
-    signal: int
-    """Number of the signal; also given as a name."""
-    grace: float
-    """Seconds."""
-    target: StopScope | None
-    """Whom the signal reaches first; None: what the `scope` of the plan says."""
-
-    def __init__(self, signal: int | str, grace: float, target: StopScope | None = None) -> None:
-        check_number("stop.steps", grace, at_least=0, what="grace ")
-        if target is not None:
-            _check_scope("stop.steps", target, "target ")
-        number = signal_number("stop.steps", signal)
-        set_fields(self, signal=number, grace=float(grace), target=target)
-
-
-def _check_scope(name: str, value: object, what: str = "") -> None:
+def _scope(name: str, value: object, what: str = "") -> Any:
     if value not in get_args(StopScope):
         raise SpecError(name, value, f"{what}must be one of {', '.join(get_args(StopScope))}")
+    return value
 
 
-@dataclass(frozen=True, slots=True, init=False)
-class StopPlan:
+class StopStep(SpecValue):
+    """Send a signal, then wait before the next step for the processes to exit."""
+
+    signal: Converted[int, int | str] = field(kw_only=False)
+    """Number of the signal; also given as a name."""
+    grace: float = field(kw_only=False)
+    """Seconds."""
+    target: StopScope | None = field(default=None, kw_only=False)
+    """Whom the signal reaches first; None: what the `scope` of the plan says."""
+
+    def _check(self) -> None:
+        name = "stop.steps"
+        check_number(name, self.grace, at_least=0, what="grace ")
+        if self.target is not None:
+            _scope(name, self.target, "target ")
+        self._set(signal=signal_number(name, self.signal), grace=float(self.grace))
+
+
+def _steps(name: str, value: Any) -> tuple[StopStep, ...]:
+    steps = []
+    for step in checked_items(name, value):
+        if not isinstance(step, StopStep):
+            if not (isinstance(step, (tuple, list)) and len(step) in (2, 3)):
+                raise SpecError(name, value, "must be a list of pairs of a signal and a grace")
+            step = StopStep(*step)
+        steps.append(step)
+    if any(step.signal == SIGKILL for step in steps[:-1]):
+        raise SpecError(name, value, "no step may follow SIGKILL")
+    return tuple(step for step in steps if step.signal != SIGKILL)
+
+
+class StopPlan(SpecValue, prefix="stop."):
     """How workers are stopped: signals, each with a grace period, and finally SIGKILL."""
 
-    steps: tuple[StopStep, ...] = (StopStep(SIGTERM, DEFAULT_GRACE),)
+    steps: Converted[
+        tuple[StopStep, ...],
+        Iterable[StopStep | tuple[int | str, float] | tuple[int | str, float, StopScope]],
+    ] = field(
+        default=(StopStep(SIGTERM, DEFAULT_GRACE),),
+        check=_steps,
+        option=Option(
+            "shutdown-timeout",
+            f"seconds from the first signal to SIGKILL (default {DEFAULT_GRACE:g})",
+            metavar="SECONDS",
+        ),
+        kw_only=False,
+    )
     """Also given as pairs of a signal (number or name) and a grace in seconds, or with a target."""
-    reap_timeout: float = 10.0
+    reap_timeout: float = field(default=10.0, check=Seconds(above=0), kw_only=False)
     """Seconds to wait after SIGKILL for the processes to exit.
 
     One that remains then, in an uninterruptible system call for example, is reported with
     its state and left behind.
     """
-    guardian_grace: float = 0.5
+    guardian_grace: float = field(default=0.5, check=Seconds(at_least=0), kw_only=False)
     """Seconds between the first signal and SIGKILL when the launcher has been killed.
 
     The guardian then ends the job; a first step with a shorter grace takes precedence.  With
     more than the default, workers can outlive their launcher for more than a second.
     """
-    scope: StopScope = "leaders"
+    scope: StopScope = field(
+        default="leaders",
+        check=_scope,
+        option=Option(
+            "stop-scope",
+            "whom the signals of a stop reach first: 'leaders', the first process of each worker,"
+            " and the others when it has ended; 'all', every process at once (default 'leaders')",
+            metavar="SCOPE",
+            is_own=True,
+        ),
+    )
     """Whom the signals reach first, of steps without a `target`."""
-    linger: float = 0.0
+    linger: float = field(
+        default=0.0,
+        check=Seconds(at_least=0),
+        option=Option(
+            "linger",
+            "seconds for which processes that workers leave behind may run after a success"
+            " (default 0)",
+            metavar="SECONDS",
+            is_own=True,
+        ),
+    )
     """Seconds for which processes that workers leave behind may run on after a success.
 
     Those that remain then are stopped.
     """
-
-    def __init__(
-        self,
-        steps: Iterable[StopStep | tuple[int | str, float] | tuple[int | str, float, StopScope]] = (
-            (SIGTERM, DEFAULT_GRACE),
-        ),
-        reap_timeout: float = 10.0,
-        guardian_grace: float = 0.5,
-        *,
-        scope: StopScope = "leaders",
-        linger: float = 0.0,
-    ) -> None:
-        """Check and keep the steps; the fields say what they mean."""
-        items = checked_items("stop.steps", steps)
-        for step in items:
-            is_plain = isinstance(step, (tuple, list)) and len(step) in (2, 3)
-            if not (is_plain or isinstance(step, StopStep)):
-                problem = "must be a list of pairs of a signal and a grace"
-                raise SpecError("stop.steps", steps, problem)
-        checked = [step if isinstance(step, StopStep) else StopStep(*step) for step in items]
-        if any(step.signal == SIGKILL for step in checked[:-1]):
-            raise SpecError("stop.steps", steps, "no step may follow SIGKILL")
-        check_number("stop.reap_timeout", reap_timeout, above=0)
-        check_number("stop.guardian_grace", guardian_grace, at_least=0)
-        check_number("stop.linger", linger, at_least=0)
-        _check_scope("stop.scope", scope)
-        set_fields(
-            self,
-            steps=tuple(step for step in checked if step.signal != SIGKILL),
-            reap_timeout=reap_timeout,
-            guardian_grace=guardian_grace,
-            scope=scope,
-            linger=float(linger),
-        )
 
     @classmethod
     def within(cls, grace: float, *, scope: StopScope = "leaders", linger: float = 0.0) -> StopPlan:
@@ -124,20 +129,16 @@ class StopPlan:
     def starting_with(self, signal: int) -> StopPlan:
         """Return this plan with its first signal replaced by a received one."""
         if signal == SIGKILL:
-            return self._with_steps()
+            return self.replace(steps=())
         if not self.steps:
             return self
         first, *rest = self.steps
-        return self._with_steps(StopStep(signal, first.grace, first.target), *rest)
+        return self.replace(steps=(StopStep(signal, first.grace, first.target), *rest))
 
     def shortened(self, grace: float) -> StopPlan:
         """Return a plan of the first signal, `grace` seconds at most, and SIGKILL."""
-        return self._with_steps(
-            *(StopStep(one.signal, min(one.grace, grace), one.target) for one in self.steps[:1])
-        )
-
-    def _with_steps(self, *steps: StopStep) -> StopPlan:
-        return replace(self, steps=steps)
+        steps = [StopStep(one.signal, min(one.grace, grace), one.target) for one in self.steps[:1]]
+        return self.replace(steps=steps)
 
     @property
     def grace(self) -> float:
@@ -152,43 +153,6 @@ class StopPlan:
         return ", ".join([*named, "SIGKILL"])
 
 
-@dataclass(frozen=True, slots=True, init=False)
-class SignalSpec:
-    """What a launcher does with the signals that it receives."""
-
-    stop: frozenset[int] = frozenset({1, 2, 3, 15})
-    """End the job by its stop plan, which then starts with the received signal.
-
-    The default is SIGHUP, SIGINT, SIGQUIT and SIGTERM.
-    """
-    forward: frozenset[int] = frozenset({10, 12})
-    """Send to the leader of every worker; the job continues.  Default: SIGUSR1, SIGUSR2."""
-    unhandled: Literal["skip", "kill"] = "skip"
-    """Leave out workers without a handler for a forwarded signal, or let it end them."""
-
-    def __init__(
-        self,
-        *,
-        stop: Iterable[int | str] = (1, 2, 3, 15),
-        forward: Iterable[int | str] = (10, 12),
-        unhandled: Literal["skip", "kill"] = "skip",
-    ) -> None:
-        """Check and keep the signals, given as numbers or names."""
-        if unhandled not in ("skip", "kill"):
-            raise SpecError("signals.unhandled", unhandled, "must be 'skip' or 'kill'")
-        set_fields(
-            self,
-            stop=_signals("signals.stop", stop),
-            forward=_signals("signals.forward", forward),
-            unhandled=unhandled,
-        )
-        if both := self.stop & self.forward:
-            names = [signal_name(number) for number in sorted(self.forward)]
-            both_names = ", ".join(map(signal_name, sorted(both)))
-            problem = f"must not hold signals of signals.stop: {both_names}"
-            raise SpecError("signals.forward", names, problem)
-
-
 # SIGKILL and SIGSTOP cannot be handled, signal(7).  SIGILL, SIGBUS, SIGFPE and SIGSEGV are
 # faults of this process; SIGCHLD belongs to the event loop, SIGCONT and SIGTSTP to job control.
 _NOT_CATCHABLE = frozenset({9, 19, 4, 7, 8, 11, 17, 18, 20})
@@ -199,3 +163,44 @@ def _signals(name: str, value: object) -> frozenset[int]:
     for number in numbers & _NOT_CATCHABLE:
         raise SpecError(name, signal_name(number), "must be a signal that can be handled")
     return numbers
+
+
+class SignalSpec(SpecValue, prefix="signals."):
+    """What a launcher does with the signals that it receives."""
+
+    stop: Converted[frozenset[int], Iterable[int | str]] = field(
+        default=frozenset({1, 2, 3, 15}),
+        check=_signals,
+        option=Option(
+            "signals-to-handle",
+            "signals that stop the job (default SIGTERM,SIGINT,SIGHUP,SIGQUIT);"
+            " SIGUSR1 and SIGUSR2 are always forwarded to the workers",
+            metavar="NAMES",
+        ),
+    )
+    """End the job by its stop plan, which then starts with the received signal.
+
+    The default is SIGHUP, SIGINT, SIGQUIT and SIGTERM.
+    """
+    forward: Converted[frozenset[int], Iterable[int | str]] = field(
+        default=frozenset({10, 12}), check=_signals, label="--signals-to-handle"
+    )
+    """Send to the leader of every worker; the job continues.  Default: SIGUSR1, SIGUSR2."""
+    unhandled: Literal["skip", "kill"] = field(
+        default="skip",
+        check=OneOf(("skip", "kill")),
+        option=own_option(
+            "signal-unhandled",
+            "workers without a handler for a forwarded signal: 'skip' them, or 'kill' them by it"
+            " (default 'skip')",
+            "WHAT",
+        ),
+    )
+    """Leave out workers without a handler for a forwarded signal, or let it end them."""
+
+    def _check(self) -> None:
+        if both := self.stop & self.forward:
+            names = [signal_name(number) for number in sorted(self.forward)]
+            both_names = ", ".join(map(signal_name, sorted(both)))
+            problem = f"must not hold signals of signals.stop: {both_names}"
+            raise SpecError("signals.forward", names, problem)

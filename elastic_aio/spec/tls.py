@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from os import PathLike
 
-from msgspec.structs import replace
-
 from elastic_aio.errors import SpecError
-from elastic_aio.spec.checks import checked_path, checked_text, set_fields
-from elastic_aio.value import Value
+from elastic_aio.spec.checks import checked_name, checked_path
+from elastic_aio.spec.fields import ConfKey, Converted, SpecValue, field
 
 
 def checked_tls(value: object, name: str = "tls") -> TlsSpec | None:
@@ -18,7 +16,13 @@ def checked_tls(value: object, name: str = "tls") -> TlsSpec | None:
     return value
 
 
-class TlsSpec(Value, frozen=True, kw_only=True):
+def _client_auth(name: str, value: object) -> object:
+    if not isinstance(value, bool):
+        raise SpecError(name, value, "must be True, False or None")
+    return value
+
+
+class TlsSpec(SpecValue, prefix="tls."):
     """The files with which a store and its clients prove who they are, all in PEM format.
 
     A server needs `cert` and `key`, a client `ca`, and a node that may be either all three.
@@ -28,32 +32,35 @@ class TlsSpec(Value, frozen=True, kw_only=True):
         SpecError: one line naming the field, the problem and the value.
     """
 
-    cert: str | PathLike[str] | None = None
+    cert: Converted[str | None, str | PathLike[str] | None] = field(
+        default=None, check=checked_path, option=ConfKey("tls_cert")
+    )
     """File with the certificate of this side, followed by those of intermediate CAs."""
-    key: str | PathLike[str] | None = None
+    key: Converted[str | None, str | PathLike[str] | None] = field(
+        default=None, check=checked_path, option=ConfKey("tls_key")
+    )
     """File with the private key of `cert`, not encrypted; the same file may hold both."""
-    ca: str | PathLike[str] | None = None
+    ca: Converted[str | None, str | PathLike[str] | None] = field(
+        default=None, check=checked_path, option=ConfKey("tls_ca")
+    )
     """File with the certificates of the CAs that the other side's certificate is verified by."""
-    client_auth: bool | None = None
+    client_auth: bool | None = field(
+        default=None, check=_client_auth, option=ConfKey("tls_client_auth")
+    )
     """Whether a server requires a certificate of `ca` from its clients; None: if it has a `ca`."""
-    server_name: str | None = None
+    server_name: str | None = field(
+        default=None, check=checked_name, option=ConfKey("tls_server_name")
+    )
     """Name or address that the server's certificate must have; None: the host of the endpoint."""
 
-    def __post_init__(self) -> None:
-        for name in ("cert", "key", "ca"):
-            path = getattr(self, name)
-            set_fields(self, **{name: None if path is None else checked_path(f"tls.{name}", path)})
+    def _check(self) -> None:
         # The problems name no field: it is an option or a key of --rdzv-conf for some callers.
         if self.key is None and self.cert is not None:
             raise SpecError("tls.key", None, "is needed with a certificate")
         if self.cert is None and self.key is not None:
             raise SpecError("tls.cert", None, "is needed with a private key")
-        if self.client_auth is not None and not isinstance(self.client_auth, bool):
-            raise SpecError("tls.client_auth", self.client_auth, "must be True, False or None")
         if self.client_auth and self.ca is None:
             raise SpecError("tls.ca", None, "is needed to verify the certificates of clients")
-        if self.server_name is not None and not checked_text("tls.server_name", self.server_name):
-            raise SpecError("tls.server_name", "", "must not be empty")
 
     @property
     def requires_client_cert(self) -> bool:
@@ -62,7 +69,7 @@ class TlsSpec(Value, frozen=True, kw_only=True):
 
     def for_host(self, host: str) -> TlsSpec:
         """Return the same settings for a server at `host`, unless `server_name` is set."""
-        return self if self.server_name is not None else replace(self, server_name=host)
+        return self if self.server_name is not None else self.replace(server_name=host)
 
     def check_server(self) -> None:
         """Raise `SpecError` if a server lacks something."""

@@ -33,7 +33,7 @@ sys.exit(code)
 
 MODULES_MAX = 85
 """Modules of this package when the first worker is spawned; each takes half a millisecond."""
-COMPILED_MAX = 47
+COMPILED_MAX = 12
 """Texts that `dataclass` writes and compiles by then: with Python 3.11 one for each method."""
 
 FOR_OTHER_JOBS = """

@@ -25,9 +25,10 @@ from elastic_aio import (
     StopPlan,
 )
 from elastic_aio.cli import main
-from elastic_aio.cli.options import Option, UsageError
+from elastic_aio.cli.options import UsageError
 from elastic_aio.cli.run_options import RUN_OPTIONS
 from elastic_aio.cli.torchrun import RunRequest, parse_run
+from elastic_aio.spec.fields import Option
 from elastic_aio.worker.context import TASK, task_of
 from elastic_aio.worker.scripts import run_script
 from tests.support.children import assert_one_line

@@ -1,0 +1,277 @@
+"""The fields of a spec: each says once its default, its check, and how the command line sets it.
+
+::
+
+    class StopPlan(SpecValue, prefix="stop."):
+        linger: float = field(
+            default=0.0,
+            check=Seconds(at_least=0),
+            option=Option("linger", "how long ...", metavar="SECONDS"),
+        )
+
+The constructor, the options of `aio-elastic run` with their help, the keys of `--rdzv-conf`, the
+completion, the option that an error names, and the tests of `docs/reference` follow from it.
+
+Neither `dataclass` nor `msgspec` makes these values: the one compiles six methods for each class,
+which would be a twentieth of a start, and both keep an argument as it is given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar, dataclass_transform
+
+from msgspec import Struct
+
+from elastic_aio.spec.checks import variable_of
+from elastic_aio.value import dataclass_fields
+
+Kept = TypeVar("Kept", covariant=True)
+Accepted = TypeVar("Accepted", contravariant=True)
+Copied = TypeVar("Copied", bound="SpecValue")
+
+REQUIRED: Final[Any] = inspect.Parameter.empty
+"""The default of a field that has none."""
+
+
+class Option(Struct, frozen=True):
+    """One option of `aio-elastic run`: a flag unless it has a `metavar`.
+
+    `name` is the dashed spelling without "--"; with `has_variable`, a PET_* variable is
+    the fallback for the option.  Torchrun lacks an option that `is_own`.
+    """
+
+    name: str
+    help: str
+    short: str = ""
+    metavar: str = ""
+    has_variable: bool = True
+    is_own: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"--{self.name}"
+
+    @property
+    def is_flag(self) -> bool:
+        return not self.metavar
+
+    @property
+    def dest(self) -> str:
+        return self.name.replace("-", "_")
+
+    @property
+    def variable(self) -> str:
+        return variable_of(self.name)
+
+
+def own_option(name: str, help: str, metavar: str = "") -> Option:
+    """Return an option that torchrun lacks, and that no variable sets."""
+    return Option(name, help, metavar=metavar, has_variable=False, is_own=True)
+
+
+class ConfKey(Struct, frozen=True):
+    """A key of `--rdzv-conf`; `default` is how the help names its default, if that differs."""
+
+    name: str
+    default: str = ""
+    least: int | None = None
+    """The least value of a number of whole seconds; None: the value is text or a switch."""
+
+    @property
+    def label(self) -> str:
+        return f"--rdzv-conf: {self.name}"
+
+
+class Field(Struct, eq=False):
+    """What is known of a field, beside its name, its type and its docstring."""
+
+    default: Any
+    check: Callable[[str, Any], Any] | None
+    """Returns an argument in its final form, or raises a `SpecError` of the given name."""
+    option: Option | ConfKey | None
+    label: str
+    """What the command line calls the field in an error; empty without an option."""
+    is_positional: bool
+    is_hidden: bool
+    """`repr()` leaves it out: a secret."""
+    is_alike: bool
+    """All nodes of a job must have it alike: a node relies on that of the others."""
+
+
+def field(
+    *,
+    default: Any = REQUIRED,
+    check: Callable[[str, Any], Any] | None = None,
+    option: Option | ConfKey | None = None,
+    label: str = "",
+    kw_only: bool = True,
+    hidden: bool = False,
+    alike: bool = False,
+) -> Any:
+    """Describe a field; the arguments are those of `Field`.
+
+    A default is not checked.  If it is None, so is accepted as an argument.
+    """
+    label = label or ("" if option is None else option.label)
+    return Field(default, check, option, label, not kw_only, hidden, alike)
+
+
+class Converted(Generic[Kept, Accepted]):
+    """Type of a field that accepts more than it keeps; for type checkers only."""
+
+    if TYPE_CHECKING:
+
+        def __get__(self, value: object, owner: Any = None) -> Kept: ...
+        def __set__(self, value: object, argument: Accepted) -> None: ...
+
+
+class _DataclassFields:
+    """Makes the fields that `dataclasses` looks for when they are asked for."""
+
+    def __get__(self, value: object, owner: type[SpecValue]) -> dict[str, dataclasses.Field[Any]]:
+        found = []
+        for name, each in owner.__spec_fields__.items():
+            default = {} if each.default is REQUIRED else {"default": each.default}
+            if type(each.default).__hash__ is None:  # a read-only mapping, which is no default
+                default = {"default_factory": functools.partial(_same, each.default)}
+            found.append((name, owner.__annotations__.get(name, Any), default, each.is_hidden))
+        return dataclass_fields(owner, found)
+
+
+def _same(value: object) -> object:
+    return value
+
+
+class _Signature:
+    """Makes the signature of the constructor for `inspect` when it is asked for."""
+
+    def __get__(self, value: object, owner: type[SpecValue]) -> inspect.Signature:
+        if owner.__init__ is not SpecValue.__init__:
+            raise AttributeError("__signature__")  # a plug-in's own constructor
+        hints = typing.get_type_hints(owner)
+        kinds = {
+            False: inspect.Parameter.KEYWORD_ONLY,
+            True: inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        }
+        parameters = []
+        for name, each in owner.__spec_fields__.items():
+            hint = hints[name]
+            if typing.get_origin(hint) is Converted:
+                hint = typing.get_args(hint)[1]
+            parameters.append(
+                inspect.Parameter(
+                    name, kinds[each.is_positional], default=each.default, annotation=hint
+                )
+            )
+        return inspect.Signature(parameters)
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
+class SpecValue:
+    """A frozen value whose fields are checked when it is made; a dataclass, for `dataclasses`."""
+
+    __dataclass_fields__: ClassVar[Any] = _DataclassFields()
+    __signature__: ClassVar[Any] = _Signature()
+    __spec_fields__: ClassVar[Mapping[str, Field]] = {}
+    __spec_prefix__: ClassVar[str] = ""
+    """Precedes the names of the fields in errors."""
+
+    def __init_subclass__(cls, prefix: str | None = None) -> None:
+        super().__init_subclass__()
+        found = {name: each for name, each in vars(cls).items() if isinstance(each, Field)}
+        for name in found:
+            delattr(cls, name)
+        cls.__spec_fields__ = {**cls.__spec_fields__, **found}
+        if not TYPE_CHECKING:
+            cls.__match_args__ = tuple(cls.__spec_fields__)
+        if prefix is not None:
+            cls.__spec_prefix__ = prefix
+
+    if not TYPE_CHECKING:  # type checkers make the signature of each class
+
+        def __init__(self, *args: Any, **given: Any) -> None:
+            fields, prefix, content = self.__spec_fields__, self.__spec_prefix__, self.__dict__
+            if args or not given.keys() <= fields.keys():
+                given = self._by_name(args, given)
+            for name, each in fields.items():
+                value = each.default
+                if name in given:
+                    value = given[name]
+                    if each.check is not None and not (value is None and each.default is None):
+                        value = each.check(prefix + name, value)
+                elif value is REQUIRED:
+                    raise TypeError(f"{type(self).__name__}() needs the argument {name!r}")
+                content[name] = value
+            self._check()
+
+    def _by_name(self, args: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any]:
+        owner = type(self).__name__
+        names = [name for name, each in self.__spec_fields__.items() if each.is_positional]
+        if len(args) > len(names):
+            raise TypeError(f"{owner}() takes {len(names)} positional arguments, got {len(args)}")
+        for name, value in zip(names, args, strict=False):
+            if name in given:
+                raise TypeError(f"{owner}() got multiple values for argument {name!r}")
+            given[name] = value
+        if unknown := given.keys() - self.__spec_fields__.keys():
+            raise TypeError(f"{owner}() got an unexpected keyword argument {min(unknown)!r}")
+        return given
+
+    def _check(self) -> None:
+        """Raise `SpecError` for fields that do not fit together; may set others by `_set`."""
+
+    def _set(self, **fields: object) -> None:
+        self.__dict__.update(fields)
+
+    def _contents(self) -> tuple[object, ...]:
+        return tuple(map(self.__dict__.__getitem__, self.__spec_fields__))
+
+    def replace(self: Copied, **changes: Any) -> Copied:
+        """Return a copy with some fields changed; it is checked again."""
+        return type(self)(
+            **{**dict(zip(self.__spec_fields__, self._contents(), strict=True)), **changes}
+        )
+
+    __replace__ = replace
+
+    def __repr__(self) -> str:
+        shown = ", ".join(
+            f"{name}={getattr(self, name)!r}"
+            for name, each in self.__spec_fields__.items()
+            if not each.is_hidden
+        )
+        return f"{type(self).__qualname__}({shown})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SpecValue) or type(other) is not type(self):
+            return NotImplemented
+        return self._contents() == other._contents()
+
+    def __hash__(self) -> int:
+        return hash(self._contents())
+
+    if not TYPE_CHECKING:
+
+        def __setattr__(self, name: str, value: object) -> None:
+            raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
+
+        def __delattr__(self, name: str) -> None:
+            raise dataclasses.FrozenInstanceError(f"cannot delete field {name!r}")
+
+
+def spec_fields(owner: type[SpecValue]) -> Mapping[str, Field]:
+    """Return the fields of a class of specs by name."""
+    return owner.__spec_fields__
+
+
+def all_fields(owner: type[SpecValue]) -> Iterator[tuple[str, Field]]:
+    """Yield the fields of a spec and of its parts, each by the name that errors give it."""
+    for name, each in owner.__spec_fields__.items():
+        yield f"{owner.__spec_prefix__}{name}", each
+        if (part := getattr(each.check, "part", None)) is not None:
+            yield from all_fields(part)
