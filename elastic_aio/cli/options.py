@@ -11,9 +11,10 @@ from __future__ import annotations
 import os
 import re
 import resource
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
+from elastic_aio.spec.checks import Seconds, Whole
 from elastic_aio.spec.checks import UsageError as UsageError
 from elastic_aio.spec.checks import invalid_value as invalid_value
 from elastic_aio.spec.checks import parse_int as parse_int
@@ -21,7 +22,7 @@ from elastic_aio.spec.checks import parse_number as parse_number
 from elastic_aio.spec.checks import parse_seconds as parse_seconds
 from elastic_aio.spec.checks import read_token as read_token
 from elastic_aio.spec.checks import variable_of as variable_of
-from elastic_aio.spec.fields import Option
+from elastic_aio.spec.fields import Option, SpecValue, spec_fields
 from elastic_aio.text import did_you_mean, one_line
 
 if TYPE_CHECKING:
@@ -35,6 +36,12 @@ _UVLOOP_DESCRIPTORS: Final = 32
 
 Values = Mapping[str, str | None]
 """The values of options by their `dest`; None of those that are not given."""
+
+SECONDS_LIMIT: Final = 1e9
+"""A number of seconds is below it."""
+
+_NEVER_EMPTY: Final = ("events", "numa_binding")
+"""Texts whose empty value is not the default, by the `dest` of their options."""
 
 _OPTION_LIKE: Final = r"-(?!\d+$|\d*\.\d+$)[^ ]+$"
 
@@ -124,6 +131,39 @@ def plain_values(words: Sequence[str], options: Sequence[Option]) -> dict[str, s
             return None
         values[option.dest] = "1" if option.is_flag else value
     return values
+
+
+def fields_from(
+    values: Values, owner: type[SpecValue], forms: Mapping[str, Callable[[str, str], Any]] = {}
+) -> dict[str, Any]:
+    """Return the fields of a spec, without its parts, that the options set, by their names.
+
+    `forms` make a field of the label and the text of its option, by the `dest`.  The others have
+    the form of the field's check: a number, a switch, or a text, whose check then follows.
+
+    Raises:
+        UsageError: one line that names the option, the problem and the value.
+    """
+    found: dict[str, Any] = {}
+    for name, described in spec_fields(owner).items():
+        option, check = described.option, described.check
+        if not isinstance(option, Option) or (text := values[option.dest]) is None:
+            continue
+        if option.dest in forms:
+            found[name] = forms[option.dest](option.label, text)
+        elif isinstance(check, Seconds):
+            is_positive = check.above is not None
+            found[name] = parse_seconds(
+                option.label, text, is_positive=is_positive, limit=SECONDS_LIMIT
+            )
+        elif isinstance(check, Whole):
+            found[name] = parse_number(option.label, text, least=check.at_least)
+        elif option.is_flag:
+            # `--no-...` is that of a field which is True without it.
+            found[name] = not described.default
+        elif text or option.dest in _NEVER_EMPTY:
+            found[name] = text
+    return found
 
 
 def value_from_env(option: Option, env: Mapping[str, str]) -> str | None:

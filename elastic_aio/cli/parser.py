@@ -10,8 +10,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar, NoReturn
 
-from elastic_aio.cli.options import UsageError, parse_seconds, read_token
-from elastic_aio.spec.fields import Option
+from elastic_aio.errors import SpecError
+from elastic_aio.spec.checks import UsageError, parse_seconds, parse_switch, read_token
+from elastic_aio.spec.fields import ConfKey, Option, spec_fields
+from elastic_aio.spec.rendezvous import RendezvousSpec
+from elastic_aio.spec.tls import TlsSpec
 from elastic_aio.text import did_you_mean
 
 
@@ -39,14 +42,14 @@ class OptionParser(argparse.ArgumentParser):
             self.captured.append(self)
 
 
-def option_parser(options: Sequence[Option], epilog: str, prog: str) -> OptionParser:
+def option_parser(options: Sequence[Option], prog: str) -> OptionParser:
     """Return the parser of the words that `split_options` returns."""
     parser = OptionParser(
         prog=prog,
         usage=f"{prog} [options] script [arguments of the script]",
         description="Run a script as a group of worker processes; restart the group when a"
         " worker fails.",
-        epilog=epilog,
+        epilog=_run_epilog(),
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
     )
@@ -60,6 +63,27 @@ def option_parser(options: Sequence[Option], epilog: str, prog: str) -> OptionPa
         else:
             parser.add_argument(*names, dest=option.dest, help=option.help, metavar=option.metavar)
     return parser
+
+
+def _run_epilog() -> str:
+    described = [
+        f"{each.option.name} ({each.option.default or _as_text(each.default)})"
+        for each in spec_fields(RendezvousSpec).values()
+        if isinstance(each.option, ConfKey)
+    ]
+    return (
+        "Options have torchrun's names, with dashes or underscores. torchrun's options also have"
+        " PET_* variables as defaults, such as PET_NPROC_PER_NODE=4. Keys of --rdzv-conf, times in"
+        f" whole seconds, with defaults: {', '.join(described)}, timeout (900; 'static' only),"
+        " token_file (path of a file with the store's token; no token), tls_cert,"
+        " tls_key and tls_ca (PEM files; no TLS), tls_client_auth (true), tls_server_name (host of"
+        " the endpoint); with 'etcd' and 'redis': user, password_file, key_prefix (/rendezvous),"
+        " retention (86400); with 'redis': sentinel (name of the master that the endpoints know)."
+    )
+
+
+def _as_text(default: object) -> str:
+    return f"{default:g}" if isinstance(default, float) else str(default).lower()
 
 
 def add_timeout_option(parser: OptionParser, default: int, purpose: str) -> None:
@@ -82,3 +106,52 @@ def add_token_option(parser: OptionParser, purpose: str) -> None:
         metavar="FILE",
         help=f"{purpose} (default: no token)",
     )
+
+
+def add_client_tls_options(parser: OptionParser) -> None:
+    """Add the options of a client to a sub-command."""
+    _add_tls_file(parser, "ca", "certificates of the CAs that verify the store; connects over TLS")
+    _add_tls_file(parser, "cert", "certificate of this client, if the store requires one")
+    _add_tls_file(parser, "key", "private key of --tls-cert")
+    parser.add_argument(
+        "--tls-server-name",
+        metavar="NAME",
+        help="name that the store's certificate must have (default: the host of the endpoint)",
+    )
+
+
+def add_server_tls_options(parser: OptionParser) -> None:
+    """Add the options of a server to a sub-command."""
+    _add_tls_file(parser, "cert", "certificate of the store, which then serves TLS only")
+    _add_tls_file(parser, "key", "private key of --tls-cert")
+    _add_tls_file(parser, "ca", "certificates of the CAs that verify the certificates of clients")
+    parser.add_argument(
+        "--tls-client-auth",
+        metavar="BOOL",
+        type=lambda text: parse_switch("--tls-client-auth", text),
+        help="whether clients must have a certificate of --tls-ca (default: true with --tls-ca)",
+    )
+
+
+def tls_of(arguments: argparse.Namespace, *, is_server: bool) -> TlsSpec | None:
+    """Return the certificates that the options name, after a check; None without options.
+
+    Raises:
+        UsageError: they do not belong together, or a file cannot be used.
+    """
+    values = {name: getattr(arguments, f"tls_{name}", None) for name in spec_fields(TlsSpec)}
+    if all(value is None for value in values.values()):
+        return None
+    from elastic_aio.store.tls import check_tls  # OpenSSL is for TLS only
+
+    try:
+        tls = TlsSpec(**values)
+        check_tls(tls, may_serve=is_server, may_connect=not is_server)
+    except SpecError as error:
+        option = f"--{error.field.replace('.', '-').replace('_', '-')}"
+        raise UsageError(str(SpecError(option, error.value, error.problem))) from None
+    return tls
+
+
+def _add_tls_file(parser: OptionParser, name: str, purpose: str) -> None:
+    parser.add_argument(f"--tls-{name}", metavar="FILE", help=f"PEM file with the {purpose}")

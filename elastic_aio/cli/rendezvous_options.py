@@ -10,9 +10,9 @@ from msgspec import Struct
 from elastic_aio.cli.options import (
     UsageError,
     Values,
+    fields_from,
     invalid_value,
     parse_number,
-    parse_seconds,
 )
 from elastic_aio.spec.checks import checked_host, format_host_port
 from elastic_aio.spec.job import NodeRange
@@ -62,6 +62,8 @@ def parse_rendezvous_options(values: Values, env: Mapping[str, str]) -> Rendezvo
     rank = _node_rank(values, env if is_many else {})
     endpoint = _endpoint(values, port, backend if is_many else "")
     settings = {**_defaults(values), **({} if conf is None else conf.settings)}
+    settings |= fields_from(values, RendezvousSpec)
+    settings |= {"backend": backend, "endpoint": endpoint}
     if conf is not None and is_many:
         warnings += [*conf.warnings, *_usage_warnings(values, backend, endpoint)]
         settings |= conf.read_secrets()
@@ -79,16 +81,8 @@ def parse_rendezvous_options(values: Values, env: Mapping[str, str]) -> Rendezvo
             settings["is_host"] = rank[1] == 0
     elif rank is not None and rank[1]:
         warnings.append(f"--node-rank {rank[1]} has no effect: the job has one node")
-    if (barrier := values["exit_barrier_timeout"]) is not None:
-        settings["exit_barrier_timeout"] = parse_seconds("--exit-barrier-timeout", barrier)
-    spec = RendezvousSpec(
-        backend=backend,
-        endpoint=endpoint,
-        node_rank=None if rank is None else rank[1],
-        local_addr=values["local_addr"] or None,
-        conf={} if conf is None else conf.pairs,
-        **settings,
-    )
+    settings["node_rank"] = None if rank is None else rank[1]
+    spec = RendezvousSpec(**settings, conf={} if conf is None else conf.pairs)
     is_taken = any(endpoint.endswith(f":{port}") for endpoint in spec.endpoints)
     # As in torchrun, where both together select the static rendezvous of one node.
     address = None if is_many or port is None else values["master_addr"]

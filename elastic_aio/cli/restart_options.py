@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from elastic_aio.cli.options import (
+    SECONDS_LIMIT,
+    Values,
+    fields_from,
     invalid_value,
     parse_int,
     parse_number,
@@ -14,9 +18,6 @@ from elastic_aio.cli.options import (
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.checks import signal_number
 from elastic_aio.spec.restart import UNLIMITED, Backoff, RestartPolicy
-
-_LIMIT: Final = 1e9
-"""Seconds."""
 
 
 def parse_max_restarts(text: str | None) -> int:
@@ -30,7 +31,7 @@ def parse_max_restarts(text: str | None) -> int:
     return parse_number("--max-restarts", text or "0", unit="'unlimited' or a whole number")
 
 
-def parse_restart_options(values: Mapping[str, str | None], max_restarts: int) -> RestartPolicy:
+def parse_restart_options(values: Values, max_restarts: int) -> RestartPolicy:
     """Return the policy of the options, by their `dest`.
 
     Raises:
@@ -40,46 +41,34 @@ def parse_restart_options(values: Mapping[str, str | None], max_restarts: int) -
     for name in ("healthy_after", "restart_delay", "restart_window", "restart_on"):
         if values[name] is not None and not max_restarts:
             problem = "has no effect unless --max-restarts is at least 1"
-            raise invalid_value(_option(name), problem, values[name])
+            raise invalid_value(f"--{name.replace('_', '-')}", problem, values[name])
     settings: dict[str, Any] = {}
     if values["torchrun_defaults"]:
         from elastic_aio.spec.torchrun import TORCHRUN_DEFAULTS
 
         settings |= TORCHRUN_DEFAULTS["restart"]
-    if (text := values["healthy_after"]) is not None:
-        seconds = parse_seconds("--healthy-after", text, is_positive=True, limit=_LIMIT)
-        settings["healthy_after"] = seconds
-    if (text := values["restart_delay"]) is not None:
-        settings["backoff"] = _backoff(text)
-    return RestartPolicy(
-        **settings,
-        window=_window(values["restart_window"], max_restarts),
-        restart_on=_codes("restart_on", values["restart_on"]),
-        never_on=_codes("never_on", values["never_on"]) or (),
-    )
+    forms: dict[str, Callable[[str, str], Any]] = {
+        "restart_delay": _backoff,
+        "restart_window": partial(_window, max_restarts),
+        "restart_on": _codes,
+        "never_on": _codes,
+    }
+    return RestartPolicy(**settings | fields_from(values, RestartPolicy, forms))
 
 
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _backoff(text: str) -> Backoff:
-    option = "--restart-delay"
+def _backoff(option: str, text: str) -> Backoff:
     first, colon, longest = text.partition(":")
-    initial = parse_seconds(option, first, limit=_LIMIT)
+    initial = parse_seconds(option, first, limit=SECONDS_LIMIT)
     if not colon:
         return Backoff(initial=initial, factor=1.0, cap=initial, jitter=False)
-    cap = parse_seconds(option, longest, limit=_LIMIT)
+    cap = parse_seconds(option, longest, limit=SECONDS_LIMIT)
     if cap < initial or not initial:
         problem = "must be SECONDS, or FIRST:LONGEST such as '1:60'"
         raise invalid_value(option, problem, text)
     return Backoff(initial=initial, cap=cap)
 
 
-def _window(text: str | None, max_restarts: int) -> tuple[int, float] | None:
-    if text is None:
-        return None
-    option = "--restart-window"
+def _window(max_restarts: int, option: str, text: str) -> tuple[int, float]:
     count, colon, seconds = text.partition(":")
     number = parse_int(count)
     if not colon or not number:
@@ -87,13 +76,11 @@ def _window(text: str | None, max_restarts: int) -> tuple[int, float] | None:
     if number > max_restarts:
         problem = f"is never reached: --max-restarts is {max_restarts}"
         raise invalid_value(option, problem, text)
-    return number, parse_seconds(option, seconds, is_positive=True, limit=_LIMIT)
+    return number, parse_seconds(option, seconds, is_positive=True, limit=SECONDS_LIMIT)
 
 
-def _codes(name: str, text: str | None) -> list[int] | None:
-    if text is None:
-        return None
-    return [_code(_option(name), part.strip()) for part in text.split(",")]
+def _codes(option: str, text: str) -> list[int]:
+    return [_code(option, part.strip()) for part in text.split(",")]
 
 
 def _code(option: str, text: str) -> int:

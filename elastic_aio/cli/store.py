@@ -19,8 +19,14 @@ from functools import partial
 from typing import Final
 
 from elastic_aio.cli.options import UsageError, choose_loop, parse_number, print_error
-from elastic_aio.cli.parser import OptionParser, add_timeout_option, add_token_option
-from elastic_aio.cli.tls_options import add_client_tls_options, add_server_tls_options, tls_of
+from elastic_aio.cli.parser import (
+    OptionParser,
+    add_client_tls_options,
+    add_server_tls_options,
+    add_timeout_option,
+    add_token_option,
+    tls_of,
+)
 from elastic_aio.errors import HostError, SpecError, StoreError
 from elastic_aio.launcher import run_coroutine
 from elastic_aio.logs.console import LineWriter, open_sink

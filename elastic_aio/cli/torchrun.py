@@ -1,22 +1,23 @@
-"""torchrun's options and variables in, a `LaunchSpec` out.
+"""The command line of `aio-elastic run`, which is torchrun's, in; a `LaunchSpec` out.
 
-The grammar is torchrun's: every option in a dashed and an underscored spelling,
-`PET_*` variables as fallbacks that the command line overrides, and everything
-after the script left alone.
+Every option has a dashed and an underscored spelling, `PET_*` variables are fallbacks that the
+command line overrides, and everything after the script is left alone.  An option that sets a
+field is described there, in `elastic_aio.spec`, and its text is parsed by the field's check
+unless it has a form of its own: a field with an option needs nothing here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, Final
 
-from msgspec import Struct
-from msgspec.structs import replace
-
-from elastic_aio.cli.log_options import color_of, parse_log_options
 from elastic_aio.cli.options import (
+    SECONDS_LIMIT,
     UsageError,
     Values,
+    fields_from,
     invalid_value,
     parse_int,
     parse_seconds,
@@ -24,58 +25,157 @@ from elastic_aio.cli.options import (
     split_options,
     value_from_env,
 )
-from elastic_aio.cli.run_options import (
-    RENDEZVOUS_OPTIONS,
-    RESTART_OPTIONS,
-    RUN_EPILOG,
-    RUN_OPTIONS,
-    USE_ENV,
-)
 from elastic_aio.errors import SpecError
-from elastic_aio.spec.checks import parse_host_port, signal_number
-from elastic_aio.spec.fields import Option
+from elastic_aio.outcome import SIGTERM
+from elastic_aio.spec.checks import (
+    OneOf,
+    Part,
+    checked_bool,
+    parse_host_port,
+    signal_number,
+)
+from elastic_aio.spec.fields import (
+    Option,
+    SpecValue,
+    all_fields,
+    field,
+    own_option,
+    spec_fields,
+)
 from elastic_aio.spec.job import Command, Function, LaunchSpec, Module, Script
 from elastic_aio.spec.liveness import LivenessSpec
-from elastic_aio.spec.logs import LogSpec
-from elastic_aio.spec.restart import RestartWindow
-from elastic_aio.spec.stop import DEFAULT_GRACE, SignalSpec, StopPlan, StopScope
+from elastic_aio.spec.logs import ENTRY_POINTS, LogSpec, StdMap
+from elastic_aio.spec.rendezvous import RendezvousSpec
+from elastic_aio.spec.restart import RestartPolicy, RestartWindow
+from elastic_aio.spec.stop import SignalSpec, StopPlan, StopStep
+from elastic_aio.spec.tls import TlsSpec
 from elastic_aio.worker.context import SCHEDULERS, is_in_worker
 
-_DEADLINES = "heartbeat_timeout", "ready_timeout", "progress_timeout", "exit_skew_timeout"
+
+def _address(name: str, value: object) -> object:
+    parse_host_port(name, value, at_least=0)
+    return value
+
+
+class RunRequest(SpecValue, prefix=""):
+    """A parsed command line of `aio-elastic run`."""
+
+    spec: LaunchSpec = field(check=Part(LaunchSpec), kw_only=False)
+    """The job."""
+    signals: SignalSpec = field(default=SignalSpec(), check=Part(SignalSpec))
+    """The signals that the launcher handles."""
+    warnings: tuple[str, ...] = field(default=())
+    """Lines to print at the start."""
+    variables: Mapping[str, str] = field(default={})
+    """The PET_* variables of this job, by the options that they set."""
+    event_log_handler: str = field(
+        default="null",
+        option=Option(
+            "event-log-handler",
+            "receiver of the events in torch's format: 'console' (lines of JSON on stderr), 'null'"
+            " or a plug-in (default 'null')",
+            metavar="NAME",
+        ),
+    )
+    events_file: str | None = field(
+        default=None,
+        option=own_option(
+            "events", "append every event to FILE as a line of JSON (default: none)", "FILE"
+        ),
+    )
+    http: str | None = field(
+        default=None,
+        check=_address,
+        option=own_option(
+            "http",
+            "serve a page, /healthz, /readyz, /metrics, /status, /events and logs over HTTP,"
+            " without a password; port 0 takes a free one; needs the extra http (default: none)",
+            "HOST:PORT",
+        ),
+    )
+    has_control: bool = field(
+        default=True,
+        check=checked_bool,
+        option=own_option(
+            "no-control",
+            "make no control socket: `aio-elastic ps`, `status`, `stop` and others do not see the"
+            " job",
+        ),
+    )
+    """Whether other processes of this user can see and control the job."""
+    is_dry_run: bool = field(
+        default=False,
+        check=checked_bool,
+        option=own_option("dry-run", "print what would be started on this node, and start nothing"),
+    )
+    loop: str = field(
+        default="auto",
+        option=own_option(
+            "loop",
+            "event loop of the launcher: 'asyncio', 'uvloop' or 'auto' (default 'auto', which takes"
+            " asyncio)",
+            "NAME",
+        ),
+    )
+    color: str = field(default="never", check=OneOf(("auto", "always", "never")), label="--color")
+    """Colors of the launcher's own lines: "auto", "always" or "never"."""
+    level: int | None = field(default=None)
+    """Least level of the lines that are printed; None is that of LOGLEVEL."""
+
+
+_STANDALONE: Final = Option(
+    "standalone",
+    "run on a single node without rendezvous (default); excludes --nnodes with a minimum above 1",
+)
+_RDZV_CONF: Final = Option(
+    "rdzv-conf", "settings of the rendezvous, listed below (default: none)", metavar="KEY=VALUE,..."
+)
+
+
+def options_of(owner: type[SpecValue]) -> list[Option]:
+    """Return the options that set fields of a spec and its parts."""
+    return [each.option for _, each in all_fields(owner) if isinstance(each.option, Option)]
+
+
+RUN_OPTIONS: Final = (
+    *options_of(RunRequest),
+    _STANDALONE,
+    _RDZV_CONF,
+    Option("monitor-interval", "no effect: workers are not polled", metavar="SECONDS"),
+    Option("module", "run a module, as `python -m` does (default: a script)", short="-m"),
+    Option("no-python", "execute the program itself instead of a Python script"),
+    Option("run-path", "run the script inside a function worker, with this launcher's Python"),
+    Option(
+        "logs-specs",
+        "name of the plug-in that lays out the logs (default 'default')",
+        metavar="NAME",
+        has_variable=False,
+    ),
+    Option(
+        "torchrun-defaults",
+        "torchrun's defaults where others differ: no delay of restarts, an exit barrier of 300 s"
+        " (on for aio-torchrun)",
+        is_own=True,
+    ),
+    own_option("quiet", "print errors and the failure report only"),
+    own_option("verbose", "also print each worker's start and exit, rounds and nodes"),
+)
+
+USE_ENV: Final = Option(
+    "use-env",
+    "pass the local rank as LOCAL_RANK only, not as the argument --local-rank",
+    has_variable=False,
+)
+"""The further option of `python -m elastic_aio.launch`."""
+
+_OF_NODES: Final = (
+    *("nnodes", "standalone", "rdzv_conf", "master_addr", "master_port"),
+    *(option.dest for option in options_of(RendezvousSpec)),
+)
+_OF_RESTARTS: Final = ("max_restarts", *(option.dest for option in options_of(RestartPolicy)))
+
+_DEADLINES: Final = "heartbeat_timeout", "ready_timeout", "progress_timeout", "exit_skew_timeout"
 """Options that are deadlines of the workers, by their `dest`."""
-
-
-class RunRequest(Struct, frozen=True):
-    """A parsed command line of `aio-elastic run`.
-
-    Attributes:
-        spec: the job.
-        signals: the signals that the launcher handles.
-        events_file: path of the file for events; None writes none.
-        loop: "auto", "asyncio" or "uvloop".
-        warnings: lines to print at the start.
-        variables: the PET_* variables of this job, by the options that they set.
-        event_log_handler: "null", "console" or the name of a plug-in.
-        is_dry_run: whether to print the plan only.
-        http: `HOST:PORT` where the state of the job is served; None for nowhere.
-        color: "auto", "always" or "never": colors of the launcher's own lines.
-        has_control: whether other processes of this user can see and control the job.
-        level: least level of the lines that are printed; None is that of LOGLEVEL.
-    """
-
-    spec: LaunchSpec
-    signals: SignalSpec
-    events_file: str | None
-    loop: str
-    warnings: tuple[str, ...]
-    variables: Mapping[str, str] = {}
-    event_log_handler: str = "null"
-    is_dry_run: bool = False
-    http: str | None = None
-    color: str = "never"
-    level: int | None = None
-    has_control: bool = True
-
 
 _INFO, _ERROR = 20, 40
 """Levels of `logging`, whose import would delay the start of the guardian."""
@@ -83,6 +183,7 @@ _INFO, _ERROR = 20, 40
 _NO_SHARED_STORE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+_PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
 
 def parse_run(
@@ -115,7 +216,7 @@ def parse_run(
     if values is None:
         from elastic_aio.cli.parser import option_parser
 
-        values = vars(option_parser(accepted, RUN_EPILOG, prog).parse_args(options))
+        values = vars(option_parser(accepted, prog).parse_args(options))
     if not program:
         raise UsageError(f"a script is required: {prog} [options] script [arguments]")
     variables: dict[str, str] = {}
@@ -138,7 +239,7 @@ def parse_run(
         found = _apply_scheduler(values, env)
         request = _request(values, program, env)
         warnings = [*notes, *found, *request.warnings, *_misplaced(argv, program, accepted, env)]
-        return replace(request, variables=variables, warnings=tuple(warnings))
+        return request.replace(variables=variables, warnings=tuple(warnings))
     except (SpecError, UsageError) as error:
         raise UsageError(as_option_error(error, variables)) from error
 
@@ -188,7 +289,7 @@ def _with_local_rank(values: Values, program: list[str]) -> list[str]:
 
 def _log_warnings(logs: LogSpec) -> list[str]:
     if logs.ignored:
-        options = " and ".join(_option_of(f"logs.{name}") for name in logs.ignored)
+        options = " and ".join(option_of_field(f"logs.{name}") for name in logs.ignored)
         return [f"--log-dir /dev/null keeps no files: no effect of {options}"]
     if logs.max_bytes is not None and logs.is_in_no_file:
         return ["--log-max-bytes: no effect without --redirects or --tee"]
@@ -198,45 +299,30 @@ def _log_warnings(logs: LogSpec) -> list[str]:
 def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunRequest:
     warnings = _usage_warnings(values)
     rendezvous, notes = _rendezvous(values, env)
-    http = _http(values)
     entrypoint, args = _program(values, program)
-    nproc = values["nproc_per_node"] if values["nproc_per_node"] is not None else "1"
-    restart = _restart(values)
-    logs = parse_log_options(values, env)
+    logs = _logs(values, env)
     warnings += _log_warnings(logs)
-    preload = [name.strip() for name in (values["preload"] or "").split(",") if name.strip()]
-    spec = LaunchSpec(
-        entrypoint,
-        args=args,
-        start_method=values["start_method"] or ("forkserver" if preload else "spawn"),  # type: ignore[arg-type]  # LaunchSpec checks it
-        preload=preload,
-        nproc_per_node=nproc if (number := parse_int(nproc)) is None else number,
+    settings = {
+        **fields_from(values, LaunchSpec, _FORMS),
         **rendezvous,
-        **restart,
-        role=values["role"] or "default",
-        run_id=values["rdzv_id"] or None,
-        host_store=env.get(_NO_SHARED_STORE_VARIABLE) != "1",
+        **_restart(values),
+        "args": args,
+        "host_store": env.get(_NO_SHARED_STORE_VARIABLE) != "1",
         **_torch_fields(env),
-        logs=logs,
-        stop=_stop_plan(values, env),
-        liveness=_liveness(values),
-        stdin=values["stdin"] or "null",  # type: ignore[arg-type]  # LaunchSpec checks it
-        python=env.get("PYTHON_EXEC") or None,
-        numa_binding=values["numa_binding"],  # type: ignore[arg-type]  # LaunchSpec checks it
-        virtual_local_rank=bool(values["virtual_local_rank"]),
-    )
+        "logs": logs,
+        "stop": _stop_plan(values, env),
+        "liveness": LivenessSpec(**fields_from(values, LivenessSpec)),
+        "python": env.get("PYTHON_EXEC") or None,
+    }
+    if settings.get("preload"):
+        settings.setdefault("start_method", "forkserver")
     return RunRequest(
-        spec,
-        _signals(values),
-        values["events"],
-        values["loop"] or "auto",
-        (*warnings, *notes),
-        event_log_handler=values["event_log_handler"] or "null",
-        is_dry_run=bool(values["dry_run"]),
-        http=http,
-        color=color_of(values, env),
+        LaunchSpec(entrypoint, **settings),
+        **fields_from(values, RunRequest),
+        signals=SignalSpec(**fields_from(values, SignalSpec, _FORMS)),
+        warnings=(*warnings, *notes),
+        color=_color(values, env),
         level=_level(values),
-        has_control=not values["no_control"],
     )
 
 
@@ -255,16 +341,14 @@ def _torch_fields(env: Mapping[str, str]) -> dict[str, Any]:
     return {"timers": timers_from(env), "uninterruptible_timeout": timeout}
 
 
-def _has_any(values: Values, options: Iterable[Option]) -> bool:
+def _has_any(values: Values, names: Iterable[str]) -> bool:
     """Whether one of the options is given, or torchrun's defaults take the place of ours."""
-    return bool(values["torchrun_defaults"]) or any(
-        values[option.dest] is not None for option in options
-    )
+    return bool(values["torchrun_defaults"]) or any(values[name] is not None for name in names)
 
 
 def _rendezvous(values: Values, env: Mapping[str, str]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the fields of the spec for several nodes, and lines to print at the start."""
-    if not _has_any(values, RENDEZVOUS_OPTIONS):
+    if not _has_any(values, _OF_NODES):
         return {}, ()
     from elastic_aio.cli.rendezvous_options import parse_rendezvous_options
 
@@ -280,19 +364,13 @@ def _rendezvous(values: Values, env: Mapping[str, str]) -> tuple[dict[str, Any],
 
 def _restart(values: Values) -> dict[str, Any]:
     """Return the fields of the spec for restarts."""
-    if not _has_any(values, RESTART_OPTIONS):
+    if not _has_any(values, _OF_RESTARTS):
         return {}
     from elastic_aio.cli.restart_options import parse_max_restarts, parse_restart_options
 
     max_restarts = parse_max_restarts(values["max_restarts"])
     policy = parse_restart_options(values, max_restarts)
     return {"max_restarts": max_restarts, "restart": policy}
-
-
-def _http(values: Values) -> str | None:
-    if (address := values["http"]) is not None:
-        parse_host_port("address", address, at_least=0)
-    return address
 
 
 def _level(values: Values) -> int | None:
@@ -339,91 +417,148 @@ def _program(
 
 
 def _stop_plan(values: Values, env: Mapping[str, str]) -> StopPlan:
-    option, value = "--shutdown-timeout", values["shutdown_timeout"]
-    if value is None and (value := env.get(_GRACE_VARIABLE) or None):
-        option = _GRACE_VARIABLE
-    grace = DEFAULT_GRACE if value is None else parse_seconds(option, value, limit=1e9)
-    linger = values["linger"]
-    return StopPlan.within(
-        grace,
-        scope=cast("StopScope", values["stop_scope"] or "leaders"),  # checked there
-        linger=0.0 if linger is None else parse_seconds("--linger", linger, limit=1e9),
-    )
+    fields = fields_from(values, StopPlan, _FORMS)
+    if values["shutdown_timeout"] is None and (text := env.get(_GRACE_VARIABLE)):
+        fields["steps"] = _steps(_GRACE_VARIABLE, text)
+    return StopPlan(**fields)
 
 
-def _liveness(values: Values) -> LivenessSpec:
-    names = (*_DEADLINES, "idle_report")
-    options = {name: f"--{name.replace('_', '-')}" for name in names}
-    seconds = {
-        name: parse_seconds(option, text, is_positive=True, limit=1e9)
-        for name, option in options.items()
-        if (text := values[name]) is not None
-    }
-    return LivenessSpec(**seconds, on_timeout=values["on_timeout"] or "fail")  # type: ignore[arg-type]  # LivenessSpec checks it
+# ------------------------------------------------------------------------- logs
 
 
-def _signals(values: Values) -> SignalSpec:
-    stop: Iterable[int] = SignalSpec().stop
-    if (value := values["signals_to_handle"]) is not None:
-        # torchrun's users list SIGUSR1 to have it forwarded while the job goes on.
-        stop = _signal_numbers(value) - SignalSpec().forward
-    return SignalSpec(stop=stop, unhandled=values["signal_unhandled"] or "skip")  # type: ignore[arg-type]  # SignalSpec checks it
+def _logs(values: Values, env: Mapping[str, str]) -> LogSpec:
+    fields = fields_from(values, LogSpec, _FORMS)
+    # A plug-in may be older than other settings.
+    for name in ("log_dir", "redirects", "tee", "local_ranks_filter", "prefix"):
+        fields.setdefault(name, spec_fields(LogSpec)[name].default)
+    fields["prefix"] = fields["prefix"] or env.get(_PREFIX_VARIABLE) or None
+    if values["color"] or values["logs_specs"] in (None, "default"):
+        fields["color"] = _color(values, env)
+    return _log_layout(values["logs_specs"])(**fields)
 
 
-def _signal_numbers(value: str) -> set[int]:
-    numbers = set()
-    for name in value.split(","):
+def _log_layout(name: str | None) -> Callable[..., LogSpec]:
+    """Return the class that makes the job's `LogSpec`: the default, or a plug-in."""
+    if name in (None, "default"):
+        return LogSpec
+    from importlib.metadata import entry_points
+
+    found = [*entry_points(group=ENTRY_POINTS), *entry_points(group="torchrun.logs_specs")]
+    for entry in found:
+        if entry.name != name:
+            continue
         try:
-            numbers.add(signal_number("--signals-to-handle", name.strip()))
+            layout: Callable[..., LogSpec] = entry.load()
+        except Exception as error:
+            raise UsageError(f"--logs-specs: {name} cannot be loaded: {error!r}") from error
+        if entry.group == ENTRY_POINTS:
+            return layout
+        from elastic_aio.torch_logs import TorchLogLayout
+
+        return partial(TorchLogLayout.of_plugin, layout)
+    known = ", ".join(sorted({"default", *(entry.name for entry in found)}))
+    raise invalid_value("--logs-specs", f"must be one of: {known}", name)
+
+
+def _color(values: Values, env: Mapping[str, str]) -> str:
+    """Return `--color`; without it, NO_COLOR and a terminal without colors exclude them."""
+    if color := values["color"]:
+        return color
+    return "never" if env.get("NO_COLOR") or env.get("TERM") == "dumb" else "auto"
+
+
+# ------------------------------------------------------------- forms of options
+
+
+_SIZE: Final = r"(?ai)(\d{1,15})([KMGT]?)"
+_UNITS: Final = ("", "K", "M", "G", "T")
+
+
+def _nproc(option: str, text: str) -> int | str:
+    return text if (number := parse_int(text)) is None else number
+
+
+def _streams(option: str, text: str) -> StdMap:
+    return StdMap.parse(option, text or "0")
+
+
+def _names(option: str, text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _texts(option: str, text: str) -> list[str]:
+    """Split a list at its commas; a doubled one belongs to the text."""
+    # NUL cannot occur in an argument.
+    texts = text.replace(",,", "\0").split(",") if text else []
+    return [part.replace("\0", ",") for part in texts]
+
+
+def _ranks(option: str, text: str) -> list[int]:
+    ranks = [parse_int(part.strip()) for part in text.split(",")] if text.strip() else []
+    if None in ranks:
+        raise invalid_value(option, "must be local ranks such as '0,2'", text)
+    return [rank for rank in ranks if rank is not None]
+
+
+def _size(option: str, text: str) -> int:
+    """Return a number of bytes, with a unit of 1024 (`K`, `M`, `G`, `T`) or without."""
+    if (found := re.fullmatch(_SIZE, text)) is None:
+        raise invalid_value(option, "must be a size such as '100M' or '65536'", text)
+    return int(found[1]) << (10 * _UNITS.index(found[2].upper()))
+
+
+def _steps(option: str, text: str) -> tuple[StopStep, ...]:
+    return (StopStep(SIGTERM, parse_seconds(option, text, limit=SECONDS_LIMIT)),)
+
+
+def _signals(option: str, text: str) -> set[int]:
+    numbers = set()
+    for name in text.split(","):
+        try:
+            numbers.add(signal_number(option, name.strip()))
         except SpecError:
             problem = "must be signal names such as 'SIGTERM,SIGINT'"
-            raise invalid_value("--signals-to-handle", problem, name.strip()) from None
-    return numbers
+            raise invalid_value(option, problem, name.strip()) from None
+    # torchrun's users list SIGUSR1 to have it forwarded while the job goes on.
+    return numbers - SignalSpec().forward
 
 
-_OPTION_OF_FIELD = {
-    "logs.prefix": "--log-prefix",
-    "logs.max_bytes": "--log-max-bytes",
-    "logs.keep_attempts": "--log-keep-attempts",
-    "logs.keep_runs": "--log-keep-runs",
-    "rendezvous.backend": "--rdzv-backend",
-    "rendezvous.endpoint": "--rdzv-endpoint",
-    "endpoint": "--rdzv-endpoint",
-    "address": "--http",
-    "rendezvous.token": "--rdzv-conf: token_file",
-    "rendezvous.conf": "--rdzv-conf",
-    "run_id": "--rdzv-id",
-    "restart.window": "--restart-window",
-    "signals.stop": "--signals-to-handle",
-    "stop.scope": "--stop-scope",
-    "signals.forward": "--signals-to-handle",
-    "signals.unhandled": "--signal-unhandled",
-    "entrypoint": "script",
-    "python": "PYTHON_EXEC",
+_FORMS: Final[Mapping[str, Callable[[str, str], Any]]] = {
+    "nproc_per_node": _nproc,
+    "redirects": _streams,
+    "tee": _streams,
+    "local_ranks_filter": _ranks,
+    "duplicate_stdout_filters": _texts,
+    "duplicate_stderr_filters": _texts,
+    "log_max_bytes": _size,
+    "preload": _names,
+    "shutdown_timeout": _steps,
+    "signals_to_handle": _signals,
 }
-"""Options that do not have the name of the spec's field that they set."""
+"""What makes a field of a text, by the `dest` of its option; `RestartPolicy` has its own."""
+
+# ----------------------------------------------------------------------- errors
 
 
 def as_option_error(error: SpecError | UsageError, variables: Mapping[str, str] = {}) -> str:
     """Return the message of an error with the option, or its variable, in place of the field."""
     message = str(error)
     if isinstance(error, SpecError):
-        option = _option_of(error.field)
+        option = option_of_field(error.field)
         value = str(error.value) if isinstance(error.value, RestartWindow) else error.value
         message = str(SpecError(option, value, error.problem))
     option, colon, problem = message.partition(":")
     return f"{variables.get(option, option)}{colon}{problem}"
 
 
-def _option_of(field: str) -> str:
-    """Return the option that sets a field of the spec; the field if there is none."""
-    if option := _OPTION_OF_FIELD.get(field):
-        return option
-    from elastic_aio.spec.rdzv_conf import SWITCHES, TIMES, TLS
+@cache
+def _labels() -> dict[str, str]:
+    """Return what the command line calls the fields, by the names that errors give them."""
+    fields = (*all_fields(RunRequest), *all_fields(TlsSpec))
+    labels = {name: each.label for name, each in fields if each.label}
+    return {**labels, "endpoint": labels["rendezvous.endpoint"], "address": labels["http"]}
 
-    part, _, name = field.rpartition(".")
-    for key in (name if part == "rendezvous" else "", field.replace(".", "_")):
-        if key in (*TIMES, *SWITCHES, *TLS):
-            return f"--rdzv-conf: {key}"
-    same_name = (f"--{option.name}" for option in RUN_OPTIONS if option.dest == name)
-    return next(same_name, field)
+
+def option_of_field(name: str) -> str:
+    """Return the option that sets a field of the spec; the name if there is none."""
+    return _labels().get(name, name)

@@ -269,9 +269,14 @@ def spec_fields(owner: type[SpecValue]) -> Mapping[str, Field]:
     return owner.__spec_fields__
 
 
+def part_of(described: Field) -> type[SpecValue] | None:
+    """Return the class of a field that is a part of the spec, with fields of its own."""
+    return getattr(described.check, "part", None)
+
+
 def all_fields(owner: type[SpecValue]) -> Iterator[tuple[str, Field]]:
     """Yield the fields of a spec and of its parts, each by the name that errors give it."""
     for name, each in owner.__spec_fields__.items():
         yield f"{owner.__spec_prefix__}{name}", each
-        if (part := getattr(each.check, "part", None)) is not None:
+        if (part := part_of(each)) is not None:
             yield from all_fields(part)

@@ -10,35 +10,29 @@ from msgspec import Struct
 
 from elastic_aio.spec.checks import (
     UsageError,
+    checked_bool,
     invalid_value,
     parse_number,
     parse_switch,
     read_token,
 )
-from elastic_aio.spec.rendezvous import ENGINES, EngineEntry, EngineSpec
+from elastic_aio.spec.fields import ConfKey, spec_fields
+from elastic_aio.spec.rendezvous import ENGINES, EngineEntry, EngineSpec, RendezvousSpec
 from elastic_aio.spec.tls import TlsSpec
 from elastic_aio.text import did_you_mean
 
-TIMES: Final = {
-    "join_timeout": 1,
-    "last_call_timeout": 0,
-    "close_timeout": 0,
-    "heartbeat_timeout": 2,
-    "read_timeout": 1,
-    "replace_timeout": 0,
-    "scale_up_delay": 0,
-    "scale_up_limit": 1,
-    "store_grace": 0,
+_FIELDS: Final = {
+    each.option.name: each
+    for each in spec_fields(RendezvousSpec).values()
+    if isinstance(each.option, ConfKey)
 }
-"""Keys that are times, with their least values."""
+"""Fields of `RendezvousSpec` by their keys."""
+
+TLS: Final = tuple(f"tls_{name}" for name in spec_fields(TlsSpec))
+"""Keys of `TlsSpec`."""
 
 _STATIC_TIMEOUT: Final = "900"
 """Seconds; torchrun's default for its static backend."""
-
-SWITCHES: Final = ("any_program", "is_host", "keep_workers", "overlap", "reuse")
-
-TLS: Final = ("tls_cert", "tls_key", "tls_ca", "tls_client_auth", "tls_server_name")
-"""Keys of `TlsSpec`."""
 
 ENGINE: Final = ("user", "key_prefix", "retention", "password_file")
 """Keys of `EngineSpec` that all engines have, and the file with the password."""
@@ -65,9 +59,7 @@ _QUOTES: Final = ("'", '"')
 # Up to a comma outside of quotes.
 _PART: Final = re.compile(r"""(?:^|(?<=,))(?:[^,=]*=\s*(?:"[^"]*"|'[^']*')\s*(?=,|$)|[^,]*)""")
 
-_KNOWN: Final = frozenset(
-    {*TIMES, *SWITCHES, *TLS, *_WITHOUT_EFFECT, "scale_up", "store_type", "timeout", "token_file"}
-)
+_KNOWN: Final = frozenset({*_FIELDS, *TLS, *_WITHOUT_EFFECT, "store_type", "timeout", "token_file"})
 
 
 class Conf(Struct, frozen=True):
@@ -130,12 +122,8 @@ def parse_conf(text: str, backend: str) -> Conf:
     for key, value in pairs.items():
         if key in _OPTION_OF_PARAMETER:
             raise UsageError(f"--rdzv-conf: {key} is set by {_OPTION_OF_PARAMETER[key]}")
-        if key in TIMES:
-            settings[key] = _seconds(key, value, TIMES[key])
-        elif key == "scale_up":
-            settings[key] = value
-        elif key in SWITCHES:
-            settings[key] = parse_switch(f"--rdzv-conf: {key}", value)
+        if key in _FIELDS:
+            settings[key] = _field_value(key, value)
         elif key in _WITHOUT_EFFECT:
             parse_number(f"--rdzv-conf: {key}", value, least=0 if key == "rank" else 1)
             warnings.append(f"--rdzv-conf: {key} has no effect: {_WITHOUT_EFFECT[key]}")
@@ -159,6 +147,14 @@ def parse_conf(text: str, backend: str) -> Conf:
         warnings.append(f"--rdzv-conf: is_host has no effect: {server} the store")
     files = pairs.get("token_file"), pairs.get("password_file")
     return Conf(settings, tls, engine, *files, pairs, tuple(warnings))
+
+
+def _field_value(key: str, text: str) -> object:
+    described = _FIELDS[key]
+    if isinstance(described.option, ConfKey) and described.option.least is not None:
+        return _seconds(key, text, described.option.least)
+    is_switch = described.check is checked_bool
+    return parse_switch(f"--rdzv-conf: {key}", text) if is_switch else text
 
 
 def _unknown(pairs: Mapping[str, str], known: Collection[str]) -> list[str]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from elastic_aio.cli.options import UsageError, plain_values
 from elastic_aio.cli.parser import option_parser
-from elastic_aio.cli.run_options import RUN_OPTIONS
+from elastic_aio.cli.torchrun import RUN_OPTIONS
 
 VALUES = st.sampled_from(["", "1", "-1", "a b", "=", "a=b", "0:3,1:1", "-x", "-r 1"])
 WORDS = st.sampled_from(RUN_OPTIONS).flatmap(
@@ -23,7 +23,7 @@ WORDS = st.sampled_from(RUN_OPTIONS).flatmap(
 def test_plain_values_are_those_of_argparse(words: list[str]) -> None:
     """None where argparse finds an error, or reads the words in another way."""
     found = plain_values(words, RUN_OPTIONS)
-    parser = option_parser(RUN_OPTIONS, "", "run")
+    parser = option_parser(RUN_OPTIONS, "run")
     if found is not None:
         assert found == vars(parser.parse_args(words))
     elif not any((word.startswith("-") and word[2:3] == "=") or "==" in word for word in words):

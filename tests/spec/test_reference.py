@@ -1,0 +1,76 @@
+"""The tables of docs/reference, against the fields: their names, defaults and options."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import elastic_aio
+from elastic_aio import LaunchSpec, SignalSpec, TlsSpec
+from elastic_aio.cli.torchrun import RUN_OPTIONS
+from elastic_aio.spec import job, rendezvous, restart
+from elastic_aio.spec.fields import REQUIRED, ConfKey, SpecValue, all_fields, part_of, spec_fields
+from elastic_aio.spec.rendezvous import EngineSpec, RendezvousSpec
+
+REFERENCE = Path(elastic_aio.__file__).parent.parent / "docs/reference"
+COMMAND_LINE = (REFERENCE / "command-line.md").read_text()
+PARTS: list[type[SpecValue]] = [LaunchSpec, SignalSpec, TlsSpec, EngineSpec]
+PARTS += [part for each in spec_fields(LaunchSpec).values() if (part := part_of(each))]
+NAMES = {**vars(job), **vars(rendezvous), **vars(restart)}
+
+
+def rows(text: str, heading: str) -> list[list[str]]:
+    """Return the cells of the first table below a heading, without its two lines of titles."""
+    section = text.split(f"\n{heading}\n", 1)[1]
+    lines = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)
+    assert lines is not None
+    return [re.split(r"(?<!\\) \| ", row.strip("| ")) for row in lines[0].splitlines()[2:]]
+
+
+def value_of(text: str) -> Any:
+    """Return a default as a table writes it: `10,000`, `"null"`, `LogSpec()`, `SIGHUP, SIGINT`."""
+    text = text.replace("`", "")
+    if text.startswith("SIG"):
+        return text.split(", ")
+    return eval(re.sub(r"(?<=\d),(?=\d)", "", text), {**NAMES})
+
+
+@pytest.mark.parametrize("owner", PARTS, ids=lambda owner: owner.__name__)
+def test_every_field_is_in_its_table_with_its_default(owner: type[SpecValue]) -> None:
+    found: dict[str, str] = {}
+    for names, default, *_ in rows((REFERENCE / "spec.md").read_text(), f"## {owner.__name__}"):
+        found |= dict.fromkeys(re.findall(r"\w+", names), default)
+    assert found.keys() == spec_fields(owner).keys()
+    make: Any = owner
+    entrypoint = ("x",) if owner is LaunchSpec else ()
+    for name, described in spec_fields(owner).items():
+        if described.default is REQUIRED:
+            assert found[name] == "required"
+        else:
+            value = make(*entrypoint, **{name: value_of(found[name])})
+            assert getattr(value, name) == described.default, name
+
+
+def test_the_tables_mark_the_options_that_have_a_variable() -> None:
+    run = COMMAND_LINE.split("\n## aio-elastic run\n")[1].split("\n## ")[0]
+    marked = re.findall(r"^\| ((?:`.*?` ?(?:, |or )?)+)(P?) \|", run, re.MULTILINE)
+    found = {name: mark for names, mark in marked for name in re.findall(r"--([\w-]+)", names)}
+    for option in RUN_OPTIONS:
+        assert found.get(option.name, "") == "P" * option.has_variable, option.name
+
+
+def test_every_key_of_the_rendezvous_is_in_the_table() -> None:
+    table = rows(COMMAND_LINE, "### Keys of `--rdzv-conf`")
+    found = {name: cells[2] for cells in table for name in re.findall(r"`(\w+)`", cells[0])}
+    for _, described in (*all_fields(RendezvousSpec), *all_fields(TlsSpec)):
+        if isinstance(key := described.option, ConfKey):
+            least = found[key.name].partition(" or more")
+            assert (int(least[0]) if least[1] else None) == key.least, key.name
+
+
+def test_an_option_sets_one_field() -> None:
+    names = [option.name for option in RUN_OPTIONS]
+    assert len(names) == len(set(names))
