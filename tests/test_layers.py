@@ -331,9 +331,8 @@ def test_the_launcher_loads_no_other_loop() -> None:
 
 def test_one_node_does_not_pay_for_many() -> None:
     """The rendezvous is loaded for several nodes only."""
-    parse = (
-        "from elastic_aio.cli.torchrun import parse_run; parse_run(['--nproc-per-node=2', 'x'], {})"
-    )
+    words = ["--nproc-per-node=2", "x"]
+    parse = f"from elastic_aio.cli.run_options import parse_run; parse_run({words}, {{}})"
     loaded = loaded_by(f"import elastic_aio.cli.run; {parse}")
     assert not {
         name

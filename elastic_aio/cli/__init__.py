@@ -170,7 +170,7 @@ def _run(
     if owns_process:
         gc.disable()  # the modules that are imported are no garbage
     from elastic_aio.cli.options import UsageError, print_error
-    from elastic_aio.cli.torchrun import parse_run
+    from elastic_aio.cli.run_options import parse_run
     from elastic_aio.process.guardian_process import spawned_early
 
     try:

@@ -20,7 +20,7 @@ from elastic_aio.agent.preflight import (
 )
 from elastic_aio.agent.worker_store import MASTER_ADDR
 from elastic_aio.cli.options import UsageError, choose_loop, print_error
-from elastic_aio.cli.torchrun import RunRequest, as_option_error
+from elastic_aio.cli.run_options import RunRequest, as_option_error
 from elastic_aio.errors import SpawnError, SpecError
 from elastic_aio.hardware.cpus import format_cpus
 from elastic_aio.logs.paths import StreamPlan, StreamTarget, filtered_logs, plan_logs, run_prefix

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from elastic_aio.cli.forced_exit import forced_exit
 from elastic_aio.cli.options import UsageError, choose_loop, invalid_value, parse_int, print_error
 from elastic_aio.cli.printer import EventPrinter
-from elastic_aio.cli.torchrun import RunRequest, as_option_error
+from elastic_aio.cli.run_options import RunRequest, as_option_error
 from elastic_aio.errors import HostError, JobEnded, JobFailed, SpecError
 from elastic_aio.events import Event
 from elastic_aio.launcher import (

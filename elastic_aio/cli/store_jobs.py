@@ -22,9 +22,9 @@ import msgspec
 from elastic_aio.cli.local_jobs import JobError, command
 from elastic_aio.cli.options import UsageError, parse_seconds
 from elastic_aio.cli.parser import OptionParser, add_timeout_option
+from elastic_aio.cli.run_options import as_option_error
 from elastic_aio.cli.status_text import local_time, table
 from elastic_aio.cli.store_options import add_store_options, store_spec
-from elastic_aio.cli.torchrun import as_option_error
 from elastic_aio.errors import HostError, SpecError, StoreError
 from elastic_aio.launcher import run_coroutine
 from elastic_aio.rendezvous.job_list import JobList, ListedJob

@@ -11,7 +11,7 @@ import pytest
 
 from elastic_aio.cli import main
 from elastic_aio.cli.options import UsageError, split_options
-from elastic_aio.cli.torchrun import RUN_OPTIONS, parse_run
+from elastic_aio.cli.run_options import RUN_OPTIONS, parse_run
 from elastic_aio.events import JobStarted
 from elastic_aio.node_events import RoundFormed
 from elastic_aio.outcome import JobState, LaunchResult

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from elastic_aio.cli.options import UsageError, plain_values
 from elastic_aio.cli.parser import option_parser
-from elastic_aio.cli.torchrun import RUN_OPTIONS
+from elastic_aio.cli.run_options import RUN_OPTIONS
 
 VALUES = st.sampled_from(["", "1", "-1", "a b", "=", "a=b", "0:3,1:1", "-x", "-r 1"])
 WORDS = st.sampled_from(RUN_OPTIONS).flatmap(

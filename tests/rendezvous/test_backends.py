@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from elastic_aio.cli.options import UsageError
-from elastic_aio.cli.torchrun import parse_run
+from elastic_aio.cli.run_options import parse_run
 from elastic_aio.errors import SpecError
 from elastic_aio.rendezvous.backends import is_known_backend, known_backends, make_rendezvous
 from elastic_aio.rendezvous.base import NodeInfo, Rendezvous

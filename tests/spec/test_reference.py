@@ -10,7 +10,7 @@ import pytest
 
 import elastic_aio
 from elastic_aio import LaunchSpec, SignalSpec, TlsSpec
-from elastic_aio.cli.torchrun import RUN_OPTIONS
+from elastic_aio.cli.run_options import RUN_OPTIONS
 from elastic_aio.spec import job, rendezvous, restart
 from elastic_aio.spec.fields import REQUIRED, ConfKey, SpecValue, all_fields, part_of, spec_fields
 from elastic_aio.spec.rendezvous import EngineSpec, RendezvousSpec

@@ -26,7 +26,7 @@ from elastic_aio import (
 )
 from elastic_aio.cli import main
 from elastic_aio.cli.options import UsageError
-from elastic_aio.cli.torchrun import RUN_OPTIONS, RunRequest, parse_run
+from elastic_aio.cli.run_options import RUN_OPTIONS, RunRequest, parse_run
 from elastic_aio.spec.fields import Option
 from elastic_aio.worker.context import TASK, task_of
 from elastic_aio.worker.scripts import run_script
