@@ -7,6 +7,10 @@
     aio-elastic completion fish | source      # in ~/.config/fish/config.fish
 
 The scripts are made from the parsers of the commands, so that they know each option.
+
+Not by shtab, which makes such scripts from one parser with sub-parsers: its scripts offer the
+launcher's options after the script of the job too, where all words are the script's, and know one
+command, so that `aio-torchrun` needs a second script.  For bash they have 18.6 KB, these 5.1 KB.
 """
 
 from __future__ import annotations
