@@ -160,11 +160,7 @@ def main_launch(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(
-    argv: list[str],
-    *,
-    owns_process: bool,
-    prog: str = "aio-elastic run",
-    is_launch: bool = False,
+    argv: list[str], *, owns_process: bool, prog: str = "aio-elastic run", is_launch: bool = False
 ) -> int:
     """Run `aio-elastic run`; the guardian starts while the launcher is being imported."""
     if owns_process:

@@ -7,20 +7,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import Struct
 
-from elastic_aio.cli.options import (
-    UsageError,
-    Values,
-    fields_from,
-    invalid_value,
-    parse_number,
-)
+from elastic_aio.cli.options import UsageError, Values, fields_from, invalid_value, parse_number
 from elastic_aio.spec.checks import checked_host, format_host_port
 from elastic_aio.spec.job import NodeRange
-from elastic_aio.spec.rendezvous import (
-    ENGINES,
-    STATIC_PORT,
-    RendezvousSpec,
-)
+from elastic_aio.spec.rendezvous import ENGINES, STATIC_PORT, RendezvousSpec
 
 if TYPE_CHECKING:
     from elastic_aio.spec.rdzv_conf import Conf

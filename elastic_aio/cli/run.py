@@ -14,12 +14,7 @@ from elastic_aio.cli.printer import EventPrinter
 from elastic_aio.cli.run_options import RunRequest, as_option_error
 from elastic_aio.errors import HostError, JobEnded, JobFailed, SpecError
 from elastic_aio.events import Event
-from elastic_aio.launcher import (
-    receive_signals,
-    run_coroutine,
-    supervise,
-    use_pidfd_child_watcher,
-)
+from elastic_aio.launcher import receive_signals, run_coroutine, supervise, use_pidfd_child_watcher
 from elastic_aio.logs.console import LineWriter, open_sink
 from elastic_aio.outcome import LaunchResult
 from elastic_aio.process.adopted import subreaper

@@ -27,21 +27,8 @@ from elastic_aio.cli.options import (
 )
 from elastic_aio.errors import SpecError
 from elastic_aio.outcome import SIGTERM
-from elastic_aio.spec.checks import (
-    OneOf,
-    Part,
-    checked_bool,
-    parse_host_port,
-    signal_number,
-)
-from elastic_aio.spec.fields import (
-    Option,
-    SpecValue,
-    all_fields,
-    field,
-    own_option,
-    spec_fields,
-)
+from elastic_aio.spec.checks import OneOf, Part, checked_bool, parse_host_port, signal_number
+from elastic_aio.spec.fields import Option, SpecValue, all_fields, field, own_option, spec_fields
 from elastic_aio.spec.job import Command, Function, LaunchSpec, Module, Script
 from elastic_aio.spec.liveness import LivenessSpec
 from elastic_aio.spec.logs import ENTRY_POINTS, LogSpec, StdMap

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from elastic_aio.cli.parser import (
-    OptionParser,
-    add_client_tls_options,
-    add_token_option,
-    tls_of,
-)
+from elastic_aio.cli.parser import OptionParser, add_client_tls_options, add_token_option, tls_of
 from elastic_aio.cli.rendezvous_options import check_backend
 from elastic_aio.spec.rdzv_conf import parse_conf
 from elastic_aio.spec.rendezvous import ENGINE_ENTRIES, ENGINES, STATIC_PORT, RendezvousSpec

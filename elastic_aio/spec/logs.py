@@ -31,14 +31,7 @@ from elastic_aio.spec.checks import (
     checked_text,
     is_integer,
 )
-from elastic_aio.spec.fields import (
-    Converted,
-    Option,
-    SpecValue,
-    field,
-    own_option,
-    spec_fields,
-)
+from elastic_aio.spec.fields import Converted, Option, SpecValue, field, own_option, spec_fields
 from elastic_aio.value import Value
 
 ENTRY_POINTS: Final = "elastic_aio.logs_specs"

@@ -264,9 +264,7 @@ class RestartPolicy(SpecValue, prefix="restart."):
         default=frozenset(),
         check=_codes,
         option=own_option(
-            "never-on",
-            "exit codes, or signals, that end the job at once (default: none)",
-            "CODES",
+            "never-on", "exit codes, or signals, that end the job at once (default: none)", "CODES"
         ),
     )
     """Exit codes that end the job at once."""
