@@ -27,8 +27,16 @@ from elastic_aio.cli.options import (
 )
 from elastic_aio.errors import SpecError
 from elastic_aio.outcome import SIGTERM
-from elastic_aio.spec.checks import OneOf, Part, checked_bool, parse_host_port, signal_number
-from elastic_aio.spec.fields import Option, SpecValue, all_fields, field, own_option, spec_fields
+from elastic_aio.spec.checks import OneOf, Part, parse_host_port, signal_number
+from elastic_aio.spec.fields import (
+    Option,
+    SpecValue,
+    all_fields,
+    field,
+    own_option,
+    spec_fields,
+    torchrun_option,
+)
 from elastic_aio.spec.job import Command, Function, LaunchSpec, Module, Script
 from elastic_aio.spec.liveness import LivenessSpec
 from elastic_aio.spec.logs import ENTRY_POINTS, LogSpec, StdMap
@@ -49,7 +57,7 @@ class RunRequest(SpecValue, prefix=""):
 
     spec: LaunchSpec = field(check=Part(LaunchSpec), kw_only=False)
     """The job."""
-    signals: SignalSpec = field(default=SignalSpec(), check=Part(SignalSpec))
+    signals: SignalSpec = field(default=SignalSpec())
     """The signals that the launcher handles."""
     warnings: tuple[str, ...] = field(default=())
     """Lines to print at the start."""
@@ -57,34 +65,31 @@ class RunRequest(SpecValue, prefix=""):
     """The PET_* variables of this job, by the options that they set."""
     event_log_handler: str = field(
         default="null",
-        option=Option(
-            "event-log-handler",
+        option=torchrun_option(
+            "--event-log-handler NAME",
             "receiver of the events in torch's format: 'console' (lines of JSON on stderr), 'null'"
             " or a plug-in (default 'null')",
-            metavar="NAME",
         ),
     )
     events_file: str | None = field(
         default=None,
         option=own_option(
-            "events", "append every event to FILE as a line of JSON (default: none)", "FILE"
+            "--events FILE", "append every event to FILE as a line of JSON (default: none)"
         ),
     )
     http: str | None = field(
         default=None,
         check=_address,
         option=own_option(
-            "http",
+            "--http HOST:PORT",
             "serve a page, /healthz, /readyz, /metrics, /status, /events and logs over HTTP,"
             " without a password; port 0 takes a free one; needs the extra http (default: none)",
-            "HOST:PORT",
         ),
     )
     has_control: bool = field(
         default=True,
-        check=checked_bool,
         option=own_option(
-            "no-control",
+            "--no-control",
             "make no control socket: `aio-elastic ps`, `status`, `stop` and others do not see the"
             " job",
         ),
@@ -92,16 +97,16 @@ class RunRequest(SpecValue, prefix=""):
     """Whether other processes of this user can see and control the job."""
     is_dry_run: bool = field(
         default=False,
-        check=checked_bool,
-        option=own_option("dry-run", "print what would be started on this node, and start nothing"),
+        option=own_option(
+            "--dry-run", "print what would be started on this node, and start nothing"
+        ),
     )
     loop: str = field(
         default="auto",
         option=own_option(
-            "loop",
+            "--loop NAME",
             "event loop of the launcher: 'asyncio', 'uvloop' or 'auto' (default 'auto', which takes"
             " asyncio)",
-            "NAME",
         ),
     )
     color: str = field(default="never", check=OneOf(("auto", "always", "never")), label="--color")
@@ -110,12 +115,12 @@ class RunRequest(SpecValue, prefix=""):
     """Least level of the lines that are printed; None is that of LOGLEVEL."""
 
 
-_STANDALONE: Final = Option(
-    "standalone",
+_STANDALONE: Final = torchrun_option(
+    "--standalone",
     "run on a single node without rendezvous (default); excludes --nnodes with a minimum above 1",
 )
-_RDZV_CONF: Final = Option(
-    "rdzv-conf", "settings of the rendezvous, listed below (default: none)", metavar="KEY=VALUE,..."
+_RDZV_CONF: Final = torchrun_option(
+    "--rdzv-conf KEY=VALUE,...", "settings of the rendezvous, listed below (default: none)"
 )
 
 
@@ -128,28 +133,31 @@ RUN_OPTIONS: Final = (
     *options_of(RunRequest),
     _STANDALONE,
     _RDZV_CONF,
-    Option("monitor-interval", "no effect: workers are not polled", metavar="SECONDS"),
-    Option("module", "run a module, as `python -m` does (default: a script)", short="-m"),
-    Option("no-python", "execute the program itself instead of a Python script"),
-    Option("run-path", "run the script inside a function worker, with this launcher's Python"),
-    Option(
-        "logs-specs",
+    torchrun_option("--monitor-interval SECONDS", "no effect: workers are not polled"),
+    torchrun_option(
+        "--module", "run a module, as `python -m` does (default: a script)", short="-m"
+    ),
+    torchrun_option("--no-python", "execute the program itself instead of a Python script"),
+    torchrun_option(
+        "--run-path", "run the script inside a function worker, with this launcher's Python"
+    ),
+    torchrun_option(
+        "--logs-specs NAME",
         "name of the plug-in that lays out the logs (default 'default')",
-        metavar="NAME",
         has_variable=False,
     ),
-    Option(
-        "torchrun-defaults",
+    own_option(
+        "--torchrun-defaults",
         "torchrun's defaults where others differ: no delay of restarts, an exit barrier of 300 s"
         " (on for aio-torchrun)",
-        is_own=True,
+        has_variable=True,
     ),
-    own_option("quiet", "print errors and the failure report only"),
-    own_option("verbose", "also print each worker's start and exit, rounds and nodes"),
+    own_option("--quiet", "print errors and the failure report only"),
+    own_option("--verbose", "also print each worker's start and exit, rounds and nodes"),
 )
 
-USE_ENV: Final = Option(
-    "use-env",
+USE_ENV: Final = torchrun_option(
+    "--use-env",
     "pass the local rank as LOCAL_RANK only, not as the argument --local-rank",
     has_variable=False,
 )

@@ -4,9 +4,7 @@
 
     class StopPlan(SpecValue, prefix="stop."):
         linger: float = field(
-            default=0.0,
-            check=Seconds(at_least=0),
-            option=Option("linger", "how long ...", metavar="SECONDS"),
+            default=0.0, check=Seconds(at_least=0), option=own_option("--linger SECONDS", "...")
         )
 
 The constructor, the options of `aio-elastic run` with their help, the keys of `--rdzv-conf`, the
@@ -27,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar, datacl
 
 from msgspec import Struct
 
-from elastic_aio.spec.checks import variable_of
+from elastic_aio.spec.checks import Part, checked_bool, variable_of
 from elastic_aio.value import dataclass_fields
 
 Kept = TypeVar("Kept", covariant=True)
@@ -47,10 +45,10 @@ class Option(Struct, frozen=True):
 
     name: str
     help: str
-    short: str = ""
-    metavar: str = ""
-    has_variable: bool = True
-    is_own: bool = False
+    metavar: str
+    short: str
+    has_variable: bool
+    is_own: bool
 
     @property
     def label(self) -> str:
@@ -69,9 +67,17 @@ class Option(Struct, frozen=True):
         return variable_of(self.name)
 
 
-def own_option(name: str, help: str, metavar: str = "") -> Option:
-    """Return an option that torchrun lacks, and that no variable sets."""
-    return Option(name, help, metavar=metavar, has_variable=False, is_own=True)
+def torchrun_option(
+    usage: str, help: str, *, short: str = "", has_variable: bool = True, is_own: bool = False
+) -> Option:
+    """Return an option that torchrun has, or may have: `--tee STREAMS`, `--no-python`."""
+    name, _, metavar = usage.removeprefix("--").partition(" ")
+    return Option(name, help, metavar, short, has_variable, is_own)
+
+
+def own_option(usage: str, help: str, *, has_variable: bool = False) -> Option:
+    """Return an option that torchrun lacks; few of them have a variable."""
+    return torchrun_option(usage, help, has_variable=has_variable, is_own=True)
 
 
 class ConfKey(Struct, frozen=True):
@@ -115,8 +121,11 @@ def field(
 ) -> Any:
     """Describe a field; the arguments are those of `Field`.
 
-    A default is not checked.  If it is None, so is accepted as an argument.
+    The check of a switch and that of a part, a value of a spec, follow from the default.  A
+    default is not checked; if it is None, so is accepted as an argument.
     """
+    if check is None and isinstance(default, (bool, SpecValue)):
+        check = checked_bool if isinstance(default, bool) else Part(type(default))
     label = label or ("" if option is None else option.label)
     return Field(default, check, option, label, not kw_only, hidden, alike)
 

@@ -19,7 +19,6 @@ from elastic_aio.spec.checks import (
     Part,
     Seconds,
     Whole,
-    checked_bool,
     checked_host,
     checked_integer,
     checked_items,
@@ -30,7 +29,7 @@ from elastic_aio.spec.checks import (
     checked_texts,
     is_integer,
 )
-from elastic_aio.spec.fields import Converted, Option, SpecValue, field, own_option
+from elastic_aio.spec.fields import Converted, SpecValue, field, own_option, torchrun_option
 from elastic_aio.spec.liveness import LivenessSpec
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.spec.rendezvous import STATIC_PORT, RendezvousSpec
@@ -226,12 +225,11 @@ class LaunchSpec(SpecValue, prefix=""):
     nproc_per_node: int | str = field(
         default=1,
         check=_nproc,
-        option=Option(
-            "nproc-per-node",
+        option=torchrun_option(
+            "--nproc-per-node N",
             "workers per node: a number, 'cpu' (one per usable CPU), 'gpu' or 'xpu' (one per"
             " visible device), the name of a private-use backend such as 'npu', or 'auto'"
             " (devices if there are any, else CPUs) (default 1)",
-            metavar="N",
         ),
     )
     """Workers per node; "cpu", "gpu", "xpu" and "auto" count what the host has.
@@ -242,16 +240,15 @@ class LaunchSpec(SpecValue, prefix=""):
     nnodes: Converted[NodeRange, int | str | tuple[int, int] | NodeRange] = field(
         default=NodeRange(),
         check=_nodes,
-        option=Option("nnodes", "nodes of the job: N or MIN:MAX (default 1)", metavar="N"),
+        option=torchrun_option("--nnodes N", "nodes of the job: N or MIN:MAX (default 1)"),
     )
     """Nodes of the job: N, "MIN:MAX" or a pair."""
     max_restarts: Converted[int, int | Literal["unlimited"]] = field(
         default=0,
         check=_max_restarts,
-        option=Option(
-            "max-restarts",
+        option=torchrun_option(
+            "--max-restarts N",
             "restarts of the group after failures: a number, or 'unlimited' (default 0)",
-            metavar="N",
         ),
     )
     """How many failed attempts may be followed by another one; "unlimited" for any number."""
@@ -267,35 +264,28 @@ class LaunchSpec(SpecValue, prefix=""):
     role: str = field(
         default="default",
         check=checked_text,
-        option=Option("role", "name of the workers' role (default 'default')", metavar="NAME"),
+        option=torchrun_option("--role NAME", "name of the workers' role (default 'default')"),
     )
     """Name of these workers, for line prefixes and `ROLE_NAME`."""
-    logs: Converted[LogSpec, LogSpec | None] = field(default=LogSpec(), check=Part(LogSpec))
+    logs: Converted[LogSpec, LogSpec | None] = field(default=LogSpec())
     """Where the output of the workers goes."""
-    restart: Converted[RestartPolicy, RestartPolicy | None] = field(
-        default=RestartPolicy(), check=Part(RestartPolicy)
-    )
+    restart: Converted[RestartPolicy, RestartPolicy | None] = field(default=RestartPolicy())
     """Which failures are followed by another attempt, and after which delay."""
     stop: Converted[StopPlan, StopPlan | None] = field(
         default=StopPlan(), check=Part(StopPlan, ", such as StopPlan.within(10)")
     )
     """How workers are stopped, on every path."""
-    liveness: Converted[LivenessSpec, LivenessSpec | None] = field(
-        default=LivenessSpec(), check=Part(LivenessSpec)
-    )
+    liveness: Converted[LivenessSpec, LivenessSpec | None] = field(default=LivenessSpec())
     """How long workers may be silent, and what follows."""
-    rendezvous: Converted[RendezvousSpec, RendezvousSpec | None] = field(
-        default=RendezvousSpec(), check=Part(RendezvousSpec)
-    )
+    rendezvous: Converted[RendezvousSpec, RendezvousSpec | None] = field(default=RendezvousSpec())
     """How the nodes find each other; without effect for one node."""
     run_id: str | None = field(
         default=None,
         check=checked_name,
-        option=Option(
-            "rdzv-id",
+        option=torchrun_option(
+            "--rdzv-id ID",
             "id of the run, the same on all nodes (default: a random id for one node, 'none' for"
             " several)",
-            metavar="ID",
         ),
     )
     """Name of the run, the same on all nodes.
@@ -305,11 +295,10 @@ class LaunchSpec(SpecValue, prefix=""):
     master_addr: str | None = field(
         default=None,
         check=checked_host,
-        option=Option(
-            "master-addr",
+        option=torchrun_option(
+            "--master-addr ADDR",
             "host of the node with rank 0, for 'static'; with one node and --master-port,"
             " MASTER_ADDR of the workers (default 127.0.0.1)",
-            metavar="ADDR",
         ),
     )
     """Host of MASTER_ADDR; None is 127.0.0.1 for one node.
@@ -319,15 +308,14 @@ class LaunchSpec(SpecValue, prefix=""):
     master_port: int | None = field(
         default=None,
         check=checked_port,
-        option=Option(
-            "master-port",
+        option=torchrun_option(
+            "--master-port PORT",
             "TCP port of the workers' store (default: a free port per attempt); with 'static' the"
             f" port of the rendezvous store (default {STATIC_PORT})",
-            metavar="PORT",
         ),
     )
     """TCP port of MASTER_PORT; None takes a free one for each attempt."""
-    host_store: bool = field(default=True, check=checked_bool)
+    host_store: bool = field(default=True)
     """Whether the agent serves torch's store at that port, a fresh one for each attempt.
 
     Otherwise worker 0 has to.
@@ -336,10 +324,9 @@ class LaunchSpec(SpecValue, prefix=""):
         default="null",
         check=OneOf(("null", "rank0")),
         option=own_option(
-            "stdin",
+            "--stdin SOURCE",
             "stdin of local rank 0: 'null' or 'rank0' (inherit); other workers have 'null'"
             " (default 'null')",
-            "SOURCE",
         ),
     )
     """Standard input of the workers: "null", or "rank0": local rank 0 inherits the launcher's."""
@@ -350,11 +337,10 @@ class LaunchSpec(SpecValue, prefix=""):
     start_method: StartMethod = field(
         default="spawn",
         check=OneOf(("spawn", "fork", "forkserver")),
-        option=Option(
-            "start-method",
+        option=torchrun_option(
+            "--start-method NAME",
             "start of Python workers: 'spawn', 'fork' (only with --run-path) or 'forkserver'"
             " (default 'spawn', with --preload 'forkserver')",
-            metavar="NAME",
         ),
     )
     """How Python workers start.
@@ -366,21 +352,19 @@ class LaunchSpec(SpecValue, prefix=""):
         default=(),
         check=_preload,
         option=own_option(
-            "preload",
+            "--preload MODULES",
             "modules that the fork server imports once for the workers of all attempts, as in"
             " 'torch,numpy' (default: none)",
-            "MODULES",
         ),
     )
     """Modules that the server of "forkserver" imports."""
     numa_binding: NumaMode | None = field(
         default=None,
         check=OneOf(("node", "socket", "exclusive", "core-complex", "cpu")),
-        option=Option(
-            "numa-binding",
+        option=torchrun_option(
+            "--numa-binding MODE",
             "bind workers to CPUs near their devices: 'node', 'socket', 'exclusive' or"
             " 'core-complex'; or 'cpu' divides the CPUs among the workers (default: not bound)",
-            metavar="MODE",
             has_variable=False,
         ),
     )
@@ -391,9 +375,8 @@ class LaunchSpec(SpecValue, prefix=""):
     """
     virtual_local_rank: bool = field(
         default=False,
-        check=checked_bool,
-        option=Option(
-            "virtual-local-rank",
+        option=torchrun_option(
+            "--virtual-local-rank",
             "each worker has LOCAL_RANK 0 and sees its own device only (default: all devices)",
         ),
     )

@@ -23,10 +23,9 @@ class LivenessSpec(SpecValue, prefix="liveness."):
         default=None,
         check=Seconds(above=0),
         option=own_option(
-            "heartbeat-timeout",
+            "--heartbeat-timeout SECONDS",
             "fail the attempt when a worker has sent no message for so long (see"
             " ELASTIC_AIO_NOTIFY_FD in the guide of hangs) (default: no limit)",
-            "SECONDS",
         ),
     )
     """The longest time without any message of a worker."""
@@ -34,10 +33,9 @@ class LivenessSpec(SpecValue, prefix="liveness."):
         default=None,
         check=Seconds(above=0),
         option=own_option(
-            "ready-timeout",
+            "--ready-timeout SECONDS",
             "fail the attempt when a worker has not sent READY=1 so long after its start (default:"
             " no limit)",
-            "SECONDS",
         ),
     )
     """The longest time from the start of a worker to its `READY=1`."""
@@ -45,10 +43,9 @@ class LivenessSpec(SpecValue, prefix="liveness."):
         default=None,
         check=Seconds(above=0),
         option=own_option(
-            "progress-timeout",
+            "--progress-timeout SECONDS",
             "fail the attempt when a worker has sent the same PROGRESS, or none, for so long"
             " (default: no limit)",
-            "SECONDS",
         ),
     )
     """The longest time in which the step of a worker (`PROGRESS=step`) may stay the same."""
@@ -56,10 +53,9 @@ class LivenessSpec(SpecValue, prefix="liveness."):
         default=None,
         check=Seconds(above=0),
         option=own_option(
-            "exit-skew-timeout",
+            "--exit-skew-timeout SECONDS",
             "fail the attempt when a worker still runs so long after the first of its node, or all"
             " of another node, have exited with 0 (default: no limit)",
-            "SECONDS",
         ),
     )
     """The longest time from the first success of a worker of the node to the end of the others.
@@ -70,9 +66,8 @@ class LivenessSpec(SpecValue, prefix="liveness."):
         default="fail",
         check=OneOf(("fail", "report")),
         option=own_option(
-            "on-timeout",
+            "--on-timeout ACTION",
             "after such a time: 'fail' (the attempt) or 'report' (and go on) (default 'fail')",
-            "ACTION",
         ),
     )
     """After a missed deadline: "fail" fails the attempt, "report" only reports it."""
@@ -80,9 +75,8 @@ class LivenessSpec(SpecValue, prefix="liveness."):
         default=None,
         check=Seconds(above=0),
         option=own_option(
-            "idle-report",
+            "--idle-report SECONDS",
             "report once that no worker has used CPU time or written for so long (default: never)",
-            "SECONDS",
         ),
     )
     """Report, once, that no worker of the node has used CPU time or written for this long.

@@ -24,14 +24,21 @@ from elastic_aio.spec.checks import (
     MAX_NUMBER,
     OneOf,
     Whole,
-    checked_bool,
     checked_integer,
     checked_items,
     checked_path,
     checked_text,
     is_integer,
 )
-from elastic_aio.spec.fields import Converted, Option, SpecValue, field, own_option, spec_fields
+from elastic_aio.spec.fields import (
+    Converted,
+    Option,
+    SpecValue,
+    field,
+    own_option,
+    spec_fields,
+    torchrun_option,
+)
 from elastic_aio.value import Value
 
 ENTRY_POINTS: Final = "elastic_aio.logs_specs"
@@ -165,11 +172,10 @@ def _max_bytes(name: str, value: object) -> int:
 
 
 def _filters_option(stream: str) -> Option:
-    return Option(
-        f"duplicate-{stream}-filters",
+    return torchrun_option(
+        f"--duplicate-{stream}-filters TEXTS",
         f"texts, separated by commas (',,' is a comma): tee'd lines of {stream} that hold one"
         f" of them are also written to filtered_{stream}.log (default: none)",
-        metavar="TEXTS",
     )
 
 
@@ -183,11 +189,10 @@ class LogSpec(SpecValue, prefix="logs."):
     log_dir: Converted[str | None, str | PathLike[str] | None] = field(
         default=None,
         check=checked_path,
-        option=Option(
-            "log-dir",
+        option=torchrun_option(
+            "--log-dir DIR",
             "directory for logs; '/dev/null' keeps none (default: a temporary directory when"
             " needed)",
-            metavar="DIR",
         ),
     )
     """Directory for the logs of all runs.
@@ -198,35 +203,32 @@ class LogSpec(SpecValue, prefix="logs."):
     redirects: Converted[StdMap, StdMap | Mapping[int, int] | int | str] = field(
         default=StdMap(),
         check=_map,
-        option=Option(
-            "redirects",
+        option=torchrun_option(
+            "--redirects STREAMS",
             "streams written to log files: 0 none, 1 stdout, 2 stderr, 3 both; or per local rank"
             " as in '0-3:3,10:1' (default 0)",
             short="-r",
-            metavar="STREAMS",
         ),
     )
     """Streams that go to files only."""
     tee: Converted[StdMap, StdMap | Mapping[int, int] | int | str] = field(
         default=StdMap(),
         check=_map,
-        option=Option(
-            "tee",
+        option=torchrun_option(
+            "--tee STREAMS",
             "streams written to log files and to the console; values as for --redirects"
             " (default 0)",
             short="-t",
-            metavar="STREAMS",
         ),
     )
     """Streams that go to files and, with a prefix, to the console."""
     local_ranks_filter: Converted[frozenset[int], Iterable[int]] = field(
         default=frozenset(),
         check=_ranks,
-        option=Option(
-            "local-ranks-filter",
+        option=torchrun_option(
+            "--local-ranks-filter RANKS",
             "local ranks whose output reaches the console, as in '0,2' (default: all); without"
             " --tee or --redirects, the output of the others is dropped",
-            metavar="RANKS",
         ),
     )
     """Local ranks shown on the console; empty shows all."""
@@ -234,9 +236,8 @@ class LogSpec(SpecValue, prefix="logs."):
         default=None,
         check=_prefix,
         option=own_option(
-            "log-prefix",
+            "--log-prefix TEMPLATE",
             "template of the prefix of tee'd lines (default '[${role}${local_rank}]:')",
-            "TEMPLATE",
         ),
     )
     """Template of the line prefix; None is torchrun's `[${role}${local_rank}]:`.
@@ -260,10 +261,9 @@ class LogSpec(SpecValue, prefix="logs."):
         default="fail",
         check=OneOf(("fail", "console")),
         option=own_option(
-            "on-full",
+            "--on-full ACTION",
             "when the disk of the log files is full: 'fail' (the worker's write fails) or"
             " 'console' (the console shows what the files do not take) (default 'fail')",
-            "ACTION",
         ),
     )
     """What happens when the disk of the log files is full.
@@ -275,18 +275,16 @@ class LogSpec(SpecValue, prefix="logs."):
         default="never",
         check=OneOf(("auto", "always", "never")),
         option=own_option(
-            "color",
+            "--color WHEN",
             "colors by rank in the prefixes of tee'd lines, and in the launcher's own lines:"
             " 'always', 'never' or 'auto' (on a terminal, unless NO_COLOR is set) (default 'auto')",
-            "WHEN",
         ),
     )
     """Whether prefixes have the color of their rank; "auto": where the console is a terminal."""
     capture: bool = field(
         default=True,
-        check=checked_bool,
         option=own_option(
-            "no-capture",
+            "--no-capture",
             "leave the workers' standard error alone where it is no terminal: it does not pass"
             " through the launcher, whose report of a failure then has none of its lines",
         ),
@@ -300,10 +298,9 @@ class LogSpec(SpecValue, prefix="logs."):
         default=None,
         check=_max_bytes,
         option=own_option(
-            "log-max-bytes",
+            "--log-max-bytes SIZE",
             "disk space of each log file, as in '100M': the beginning of a longer one is freed"
             " (default: no limit)",
-            "SIZE",
         ),
     )
     """Disk space that each log file may take: the beginning of a longer one is freed.
@@ -314,9 +311,8 @@ class LogSpec(SpecValue, prefix="logs."):
         default=None,
         check=Whole(at_least=1),
         option=own_option(
-            "log-keep-attempts",
+            "--log-keep-attempts N",
             "attempts whose log directories are kept, the latest (default: all)",
-            "N",
         ),
     )
     """How many attempts' directories are kept, the latest; None keeps all."""
@@ -324,10 +320,9 @@ class LogSpec(SpecValue, prefix="logs."):
         default=None,
         check=Whole(at_least=1),
         option=own_option(
-            "log-keep-runs",
+            "--log-keep-runs N",
             "runs whose directories are kept in --log-dir, the latest that had this option"
             " (default: all)",
-            "N",
         ),
     )
     """How many runs' directories are kept in `log_dir`, the latest, among those that were made

@@ -10,7 +10,6 @@ from typing import Final, Literal, cast
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.checks import (
     OneOf,
-    Part,
     Seconds,
     Whole,
     checked_bool,
@@ -21,7 +20,14 @@ from elastic_aio.spec.checks import (
     format_host_port,
     parse_host_port,
 )
-from elastic_aio.spec.fields import ConfKey, Option, SpecValue, field, spec_fields
+from elastic_aio.spec.fields import (
+    ConfKey,
+    SpecValue,
+    field,
+    own_option,
+    spec_fields,
+    torchrun_option,
+)
 from elastic_aio.spec.tls import TlsSpec, checked_tls
 from elastic_aio.value import Value
 
@@ -136,11 +142,10 @@ class RendezvousSpec(SpecValue, prefix="rendezvous."):
     backend: str = field(
         default="c10d",
         check=_backend,
-        option=Option(
-            "rdzv-backend",
+        option=torchrun_option(
+            "--rdzv-backend NAME",
             "rendezvous of several nodes: 'c10d', 'static', 'etcd', 'redis' or a plug-in (default"
             " 'static' as in torchrun; 'c10d' in Python)",
-            metavar="NAME",
         ),
     )
     """How nodes get their ranks; the default is "c10d" here, "static" on the command line.
@@ -154,12 +159,11 @@ class RendezvousSpec(SpecValue, prefix="rendezvous."):
     endpoint: str = field(
         default=f"localhost:{DEFAULT_PORT}",
         check=checked_text,
-        option=Option(
-            "rdzv-endpoint",
+        option=torchrun_option(
+            "--rdzv-endpoint HOST:PORT",
             f"endpoint of the rendezvous store (default localhost:{DEFAULT_PORT}; with 'static'"
             f" MASTER_ADDR:MASTER_PORT; {_AT_ENGINES}); several, separated by commas, are tried in"
             " order",
-            metavar="HOST:PORT",
         ),
     )
     """Where the store is: `HOST:PORT`, `[IPV6]:PORT` or `HOST`.
@@ -179,22 +183,20 @@ class RendezvousSpec(SpecValue, prefix="rendezvous."):
     node_rank: int | None = field(
         default=None,
         check=Whole(at_least=0),
-        option=Option(
-            "node-rank",
+        option=torchrun_option(
+            "--node-rank N",
             "group rank of this node: fixed with 'static' (default: Slurm's, else 0), preferred"
             " with 'c10d' (default: Slurm's, else none)",
-            metavar="N",
         ),
     )
     """The group rank this node prefers; "static" requires one."""
     local_addr: str | None = field(
         default=None,
         check=checked_host,
-        option=Option(
-            "local-addr",
+        option=torchrun_option(
+            "--local-addr ADDR",
             "address of this node for the other nodes (default: that of its connection to the"
             " store)",
-            metavar="ADDR",
         ),
     )
     """Address at which the other nodes reach this one.
@@ -266,11 +268,10 @@ class RendezvousSpec(SpecValue, prefix="rendezvous."):
     exit_barrier_timeout: float | None = field(
         default=None,
         check=Seconds(at_least=0),
-        option=Option(
-            "exit-barrier-timeout",
+        option=own_option(
+            "--exit-barrier-timeout SECONDS",
             "seconds that a finished node waits for the other nodes (default: no limit)",
-            metavar="SECONDS",
-            is_own=True,
+            has_variable=True,
         ),
     )
     """Seconds that a node whose workers succeeded waits for the others; None for no limit.
@@ -297,26 +298,24 @@ class RendezvousSpec(SpecValue, prefix="rendezvous."):
     the other nodes count from the last sign of this one: with one above `heartbeat_timeout`, its
     workers may run beside those of the round that replaces it.
     """
-    keep_workers: bool = field(
-        default=True, check=checked_bool, option=ConfKey("keep_workers"), alike=True
-    )
+    keep_workers: bool = field(default=True, option=ConfKey("keep_workers"), alike=True)
     """Whether workers keep running when the nodes move to another store and nothing else changes.
 
     Otherwise they are restarted once.
     """
-    reuse: bool = field(default=False, check=checked_bool, option=ConfKey("reuse"))
+    reuse: bool = field(default=False, option=ConfKey("reuse"))
     """Whether a run id whose job has ended begins again, as a new job.
 
     Otherwise a node that comes after the end gets the recorded outcome, while the store
     lives, and runs nothing.
     """
-    any_program: bool = field(default=False, check=checked_bool, option=ConfKey("any_program"))
+    any_program: bool = field(default=False, option=ConfKey("any_program"))
     """Whether the nodes may run different programs, or belong to different users.
 
     Otherwise a node that differs from the job at the endpoint is refused: two jobs that have one
     run id by accident would become one.
     """
-    overlap: bool = field(default=False, check=checked_bool, option=ConfKey("overlap"), alike=True)
+    overlap: bool = field(default=False, option=ConfKey("overlap"), alike=True)
     """Whether a new round may begin on one node while another node still stops its workers.
 
     By default no worker of a round starts before all processes of the round before have
@@ -332,7 +331,7 @@ class RendezvousSpec(SpecValue, prefix="rendezvous."):
 
     The store of the workers is not affected: torch's clients do not speak TLS.
     """
-    engine: EngineSpec = field(default=EngineSpec(), check=Part(EngineSpec))
+    engine: EngineSpec = field(default=EngineSpec())
     """User and keys, with the backends "etcd" and "redis"."""
     conf: Mapping[str, str] = field(
         default=MappingProxyType({}), check=checked_texts, label="--rdzv-conf"

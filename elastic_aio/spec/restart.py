@@ -216,11 +216,10 @@ class RestartPolicy(SpecValue, prefix="restart."):
         default=DEFAULT_BACKOFF,
         check=optional(_checked_backoff),
         option=own_option(
-            "restart-delay",
+            "--restart-delay SECONDS",
             "seconds before each restart; with FIRST:LONGEST the time doubles from one restart to"
             " the next, and a random part of it is waited (default 0 before the first restart,"
             " then 1, 2, 4 and up to 60; so again after an attempt of a minute)",
-            "SECONDS",
         ),
     )
     """Delays between restarts; None restarts at once, as torchrun does.
@@ -232,9 +231,8 @@ class RestartPolicy(SpecValue, prefix="restart."):
         default=None,
         check=Seconds(above=0),
         option=own_option(
-            "healthy-after",
+            "--healthy-after SECONDS",
             "an attempt that ran for so long returns all restarts used so far (default: never)",
-            "SECONDS",
         ),
     )
     """An attempt that ran this many seconds returns the restarts used so far; None never does."""
@@ -242,10 +240,9 @@ class RestartPolicy(SpecValue, prefix="restart."):
         default=None,
         check=_window,
         option=own_option(
-            "restart-window",
+            "--restart-window N:SECONDS",
             "at most N restarts within any SECONDS; a further failure ends the job (default: no"
             " limit)",
-            "N:SECONDS",
         ),
     )
     """At most `count` restarts in `seconds`, as a `RestartWindow` or a pair."""
@@ -253,10 +250,9 @@ class RestartPolicy(SpecValue, prefix="restart."):
         default=None,
         check=_codes,
         option=own_option(
-            "restart-on",
+            "--restart-on CODES",
             "exit codes, or signals such as SIGKILL, that allow a restart, as in '1,75,SIGSEGV'"
             " (default: all)",
-            "CODES",
         ),
     )
     """Exit codes that allow a restart, 128 + n for a signal; None allows all."""
@@ -264,7 +260,7 @@ class RestartPolicy(SpecValue, prefix="restart."):
         default=frozenset(),
         check=_codes,
         option=own_option(
-            "never-on", "exit codes, or signals, that end the job at once (default: none)", "CODES"
+            "--never-on CODES", "exit codes, or signals, that end the job at once (default: none)"
         ),
     )
     """Exit codes that end the job at once."""

@@ -14,8 +14,16 @@ import pytest
 
 from elastic_aio import LogSpec, SpecError, StopPlan, StopStep
 from elastic_aio.cli.options import fields_from
-from elastic_aio.spec.checks import OneOf, Seconds, UsageError, Whole, checked_bool, checked_items
-from elastic_aio.spec.fields import Converted, Option, SpecValue, all_fields, field, own_option
+from elastic_aio.spec.checks import OneOf, Seconds, UsageError, Whole, checked_items
+from elastic_aio.spec.fields import (
+    Converted,
+    Option,
+    SpecValue,
+    all_fields,
+    field,
+    own_option,
+    torchrun_option,
+)
 
 
 def _sorted(name: str, value: object) -> tuple[Any, ...]:
@@ -27,19 +35,19 @@ class Plate(SpecValue, prefix="plate."):
 
     dish: str = field(kw_only=False)
     wait: float | None = field(
-        default=None, check=Seconds(above=0), option=own_option("plate-wait", "how long", "SECONDS")
+        default=None, check=Seconds(above=0), option=own_option("--plate-wait SECONDS", "how long")
     )
     count: int = field(
-        default=1, check=Whole(at_least=1), option=own_option("plates", "how many", "N")
+        default=1, check=Whole(at_least=1), option=own_option("--plates N", "how many")
     )
     size: str = field(
         default="small",
         check=OneOf(("small", "large")),
-        option=own_option("plate-size", "which", "SIZE"),
+        option=own_option("--plate-size SIZE", "which"),
     )
-    warm: bool = field(default=True, check=checked_bool, option=own_option("no-warmth", "cold"))
+    warm: bool = field(default=True, option=own_option("--no-warmth", "cold"))
     sides: Converted[tuple[int, ...], Iterable[int]] = field(
-        default=(), check=_sorted, option=Option("sides", "besides", metavar="N,N")
+        default=(), check=_sorted, option=torchrun_option("--sides N,N", "besides")
     )
     secret: str = field(default="", hidden=True)
 
