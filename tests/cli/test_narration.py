@@ -49,8 +49,7 @@ def test_prefixes_have_the_color_of_their_rank_on_a_terminal(tmp_path: Path) -> 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    ("options", "env"),
-    [([], {"NO_COLOR": "1"}), ([], {"TERM": "dumb"}), (["--color=never"], {})],
+    ("options", "env"), [([], {"NO_COLOR": "1"}), ([], {"TERM": "dumb"}), (["--color=never"], {})]
 )
 def test_a_terminal_without_colors(options: list[str], env: dict[str, str | None]) -> None:
     ended = run_on_terminal(*TWO, *options, *BASH, "echo rank $RANK", env=env)

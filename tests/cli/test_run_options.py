@@ -99,14 +99,7 @@ VALUED: list[tuple[str, str, bool, str, Reader, Any]] = [
         of_spec("logs.duplicate_stdout_filters"),
         ("a", "b,c"),
     ),
-    (
-        "duplicate-stderr-filters",
-        "",
-        True,
-        ",,",
-        of_spec("logs.duplicate_stderr_filters"),
-        (",",),
-    ),
+    ("duplicate-stderr-filters", "", True, ",,", of_spec("logs.duplicate_stderr_filters"), (",",)),
 ]
 FLAGS: list[tuple[str, str, Reader, Any, Any]] = [
     ("standalone", "", of_spec("rendezvous.backend"), "c10d", "c10d"),
@@ -158,8 +151,7 @@ def test_every_flag_in_every_spelling(
 
 
 @pytest.mark.parametrize(
-    "limit",
-    ["--heartbeat-timeout", "--ready-timeout", "--progress-timeout", "--exit-skew-timeout"],
+    "limit", ["--heartbeat-timeout", "--ready-timeout", "--progress-timeout", "--exit-skew-timeout"]
 )
 def test_an_action_without_a_deadline_has_no_effect(limit: str) -> None:
     (warning,) = parse_run(["--on-timeout", "report", "--idle-report", "9", "y"], {}).warnings
@@ -458,11 +450,7 @@ INVALID: list[tuple[list[str], dict[str, str], list[str]]] = [
     ([], {"PET_NPROC_PER_NODE": "gpu", "CUDA_VISIBLE_DEVICES": ""}, ["run: PET_NPROC_PER_NODE:"]),
     ([], {"PET_RDZV_CONF": "join_timeout=x"}, ["run: PET_RDZV_CONF: join_timeout: must be"]),
     (["--nnodes=2"], {"SLURM_PROCID": "x"}, ["run: SLURM_PROCID: must be", "(got 'x')"]),
-    (
-        ["--preload", "a", "--start-method", "spawn"],
-        {},
-        ["needs start method 'forkserver' (got"],
-    ),
+    (["--preload", "a", "--start-method", "spawn"], {}, ["needs start method 'forkserver' (got"]),
     (["--nnodes=2", "--rdzv-endpoint=h:99999"], {}, ["a port from 0 to 65535 (got 'h:99999')"]),
     (["--no"], {}, ["run: --no: is ambiguous: --node-rank, --no-python"]),
     (

@@ -157,8 +157,7 @@ def test_the_loop_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    ("client_auth", "access"),
-    [(None, "with TLS and a client certificate"), ("no", "with TLS")],
+    ("client_auth", "access"), [(None, "with TLS and a client certificate"), ("no", "with TLS")]
 )
 async def test_serves_over_tls(authority: Authority, client_auth: str | None, access: str) -> None:
     """A probe with the options of a client reaches it; dropped ones are printed."""

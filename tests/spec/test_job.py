@@ -114,19 +114,13 @@ def test_a_function_is_an_entrypoint() -> None:
             {"start_method": "thread"},
             "start_method: must be 'spawn', 'fork' or 'forkserver' (got 'thread')",
         ),
-        (
-            {"preload": ["json", "os"]},
-            "preload: needs start method 'forkserver' (got 'json,os')",
-        ),
+        ({"preload": ["json", "os"]}, "preload: needs start method 'forkserver' (got 'json,os')"),
         (
             {"preload": ["a-b"], "start_method": "forkserver"},
             "preload: must be the dotted name of a module (got 'a-b')",
         ),
         ({"preload": "json", "start_method": "forkserver"}, "preload: must be a list (got 'json')"),
-        (
-            {"entrypoint": Function(cast("Any", 5))},
-            "entrypoint: must be callable (got 5)",
-        ),
+        ({"entrypoint": Function(cast("Any", 5))}, "entrypoint: must be callable (got 5)"),
         ({"entrypoint": len, "args": "ab"}, "args: must be a list (got 'ab')"),
     ],
 )

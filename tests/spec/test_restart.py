@@ -65,11 +65,7 @@ def test_the_ceiling_holds_after_any_number_of_restarts(
 
 
 @given(
-    st.floats(0, 1e3),
-    st.floats(1, 1e6),
-    st.floats(0, 1e6),
-    st.integers(0, 10_000),
-    st.floats(0, 1),
+    st.floats(0, 1e3), st.floats(1, 1e6), st.floats(0, 1e6), st.integers(0, 10_000), st.floats(0, 1)
 )
 def test_a_delay_is_never_above_the_cap(
     initial: float, factor: float, cap: float, consecutive: int, share: float
@@ -150,10 +146,7 @@ def test_a_policy_is_made_of_plain_values() -> None:
             {"backoff": Backoff(cap=float("inf"))},
             "restart.backoff.cap: must be a number of at least 0 (got inf)",
         ),
-        (
-            {"healthy_after": 0},
-            "restart.healthy_after: must be a number above 0 (got 0)",
-        ),
+        ({"healthy_after": 0}, "restart.healthy_after: must be a number above 0 (got 0)"),
         ({"decide": 5}, "restart.decide: must be callable (got 5)"),
         ({"node_losses": 5}, "restart.node_losses: must be a NodeLosses, or None for no limit"),
         (
@@ -255,13 +248,7 @@ def budget(max_restarts: int = 3, share: float = 1.0, **policy: Any) -> RestartB
             True,
             "restart 1 of 3 (max restarts), restart.decide returned RESTART",
         ),
-        (
-            {"never_on": {3}},
-            3,
-            RestartAction.DEFAULT,
-            False,
-            "exit code 3 is in the never-on list",
-        ),
+        ({"never_on": {3}}, 3, RestartAction.DEFAULT, False, "exit code 3 is in the never-on list"),
         ({"never_on": {3}}, 4, RestartAction.DEFAULT, True, "restart 1 of 3 (max restarts)"),
         (
             {"never_on": {3}},
