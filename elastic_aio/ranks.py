@@ -73,9 +73,6 @@ def assign_node_ranks(nodes: Sequence[NodeSize]) -> tuple[NodeRanks, ...]:
     Global ranks are cumulative in node order, role ranks cumulative among the nodes of
     the same role, as in torch.distributed.elastic.
 
-    Args:
-        nodes: every node of the round, in group rank order.
-
     Raises:
         SpecError: a node has no worker.
     """

@@ -97,11 +97,7 @@ def _run_to_exit(main: Callable[[], int]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code.
-
-    Args:
-        argv: the arguments; None takes those of the process.
-    """
+    """Run the command line, by default that of the process; return the exit code."""
     # Imported here, one sub-command at a time: `elastic_aio.cli.options` must not load the
     # launcher, and a run must not load the store's client.
     from elastic_aio.cli.options import print_error
@@ -134,11 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def main_torchrun(argv: Sequence[str] | None = None) -> int:
-    """Run `aio-torchrun`: `aio-elastic run --torchrun-defaults`; return the exit code.
-
-    Args:
-        argv: the arguments; None takes those of the process.
-    """
+    """Run `aio-torchrun`: `aio-elastic run --torchrun-defaults`; return the exit code."""
     _fix_inherited_state()
     arguments = sys.argv[1:] if argv is None else list(argv)
     words = [_AS_TORCHRUN, *arguments]
@@ -149,9 +141,6 @@ def main_launch(argv: Sequence[str] | None = None) -> int:
     """Run `python -m elastic_aio.launch`, as torch.distributed.launch; return the exit code.
 
     Scripts get `--local-rank=N` as their first argument, except with `--use-env`.
-
-    Args:
-        argv: the arguments; None takes those of the process.
     """
     _fix_inherited_state()
     arguments = sys.argv[1:] if argv is None else list(argv)

@@ -74,11 +74,7 @@ def plan_lines(
 ) -> Iterator[str]:
     """Yield the lines that describe the first attempt of a job on this node.
 
-    Args:
-        spec: the job.
-        nproc: number of workers on this node.
-        cpus: those that each worker is bound to; empty without a binding.
-        inherited: the environment of the launcher.
+    `cpus` are those that each worker is bound to; empty without a binding.
     """
     (node,) = assign_node_ranks([NodeSize(spec.role, nproc)])
     workers = node.worker_ranks(nproc)

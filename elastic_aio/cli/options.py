@@ -49,10 +49,6 @@ _OPTION_LIKE: Final = r"-(?!\d+$|\d*\.\d+$)[^ ]+$"
 def split_options(argv: Sequence[str], options: Sequence[Option]) -> tuple[list[str], list[str]]:
     """Separate options, in their full dashed spelling, from the script and its arguments.
 
-    Args:
-        argv: the whole command line after `run`.
-        options: the options.
-
     Raises:
         UsageError: an option is unknown or ambiguous, or lacks its value.
     """
@@ -187,10 +183,6 @@ def choose_loop(choice: str, *, serves_store: bool = False) -> LoopFactory | Non
     `aio-elastic run`, where uvloop makes no difference beyond the noise: it takes 0.99 of the
     time with 8 workers and 1.02 with 16 nodes, but 0.43 for a store with 64 clients (all
     figures: docs/benchmarks.md, "Event loops").
-
-    Args:
-        choice: "auto", "asyncio" or "uvloop".
-        serves_store: whether the sub-command is a store server or its client.
 
     Raises:
         UsageError: `choice` is something else, or "uvloop" and cannot be used.

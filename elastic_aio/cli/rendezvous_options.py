@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from msgspec import Struct
-
 from elastic_aio.cli.options import UsageError, Values, fields_from, invalid_value, parse_number
 from elastic_aio.spec.checks import checked_host, format_host_port
 from elastic_aio.spec.job import NodeRange
 from elastic_aio.spec.rendezvous import ENGINES, STATIC_PORT, RendezvousSpec
+from elastic_aio.spec.torchrun import TORCHRUN_DEFAULTS
 
 if TYPE_CHECKING:
     from elastic_aio.spec.rdzv_conf import Conf
@@ -18,22 +17,8 @@ if TYPE_CHECKING:
 _SLURM_RANKS: Final = ("SLURM_PROCID", "SLURM_NODEID")
 
 
-class RendezvousOptions(Struct, frozen=True):
-    """The number of nodes and their rendezvous.
-
-    `master_addr` and `master_port` are of the workers' store; None takes the node's own
-    address and a free port.
-    """
-
-    nodes: NodeRange
-    spec: RendezvousSpec
-    master_addr: str | None
-    master_port: int | None
-    warnings: tuple[str, ...]
-
-
-def parse_rendezvous_options(values: Values, env: Mapping[str, str]) -> RendezvousOptions:
-    """Parse the values of `RENDEZVOUS_OPTIONS`, by their `dest`.
+def node_fields(values: Values, env: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the fields of the spec for its nodes, and lines to print at the start.
 
     Raises:
         UsageError: one line that names the option, the problem and the value.
@@ -74,10 +59,14 @@ def parse_rendezvous_options(values: Values, env: Mapping[str, str]) -> Rendezvo
     settings["node_rank"] = None if rank is None else rank[1]
     spec = RendezvousSpec(**settings, conf={} if conf is None else conf.pairs)
     is_taken = any(endpoint.endswith(f":{port}") for endpoint in spec.endpoints)
-    # As in torchrun, where both together select the static rendezvous of one node.
-    address = None if is_many or port is None else values["master_addr"]
-    port = None if is_many and is_taken else port
-    return RendezvousOptions(nodes, spec, address or None, port, tuple(warnings))
+    fields = {
+        "nnodes": nodes,
+        "rendezvous": spec,
+        # As in torchrun, where both together select the static rendezvous of one node.
+        "master_addr": None if is_many or port is None else values["master_addr"] or None,
+        "master_port": None if is_many and is_taken else port,
+    }
+    return fields, warnings
 
 
 def _conf(values: Values, backend: str, *, is_many: bool) -> Conf | None:
@@ -93,8 +82,6 @@ def _conf(values: Values, backend: str, *, is_many: bool) -> Conf | None:
 def _defaults(values: Values) -> Mapping[str, Any]:
     if not values["torchrun_defaults"]:
         return {}
-    from elastic_aio.spec.torchrun import TORCHRUN_DEFAULTS
-
     return TORCHRUN_DEFAULTS["rendezvous"]
 
 

@@ -18,42 +18,34 @@ from elastic_aio.cli.options import (
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.checks import signal_number
 from elastic_aio.spec.restart import UNLIMITED, Backoff, RestartPolicy
+from elastic_aio.spec.torchrun import TORCHRUN_DEFAULTS
 
 
-def parse_max_restarts(text: str | None) -> int:
-    """Return the number of restarts.
-
-    Raises:
-        UsageError: it is none.
-    """
-    if text == "unlimited":
-        return UNLIMITED
-    return parse_number("--max-restarts", text or "0", unit="'unlimited' or a whole number")
-
-
-def parse_restart_options(values: Values, max_restarts: int) -> RestartPolicy:
-    """Return the policy of the options, by their `dest`.
+def restart_fields(values: Values) -> dict[str, Any]:
+    """Return the fields of the spec that say which failures are followed by a restart.
 
     Raises:
         UsageError: one line that names the option, the problem and the value.
         SpecError: likewise, with the name of the field.
     """
+    text, unit = values["max_restarts"] or "0", "'unlimited' or a whole number"
+    is_unlimited = text == "unlimited"
+    maximum = UNLIMITED if is_unlimited else parse_number("--max-restarts", text, unit=unit)
     for name in ("healthy_after", "restart_delay", "restart_window", "restart_on"):
-        if values[name] is not None and not max_restarts:
+        if values[name] is not None and not maximum:
             problem = "has no effect unless --max-restarts is at least 1"
             raise invalid_value(f"--{name.replace('_', '-')}", problem, values[name])
     settings: dict[str, Any] = {}
     if values["torchrun_defaults"]:
-        from elastic_aio.spec.torchrun import TORCHRUN_DEFAULTS
-
         settings |= TORCHRUN_DEFAULTS["restart"]
     forms: dict[str, Callable[[str, str], Any]] = {
         "restart_delay": _backoff,
-        "restart_window": partial(_window, max_restarts),
+        "restart_window": partial(_window, maximum),
         "restart_on": _codes,
         "never_on": _codes,
     }
-    return RestartPolicy(**settings | fields_from(values, RestartPolicy, forms))
+    settings |= fields_from(values, RestartPolicy, forms)
+    return {"max_restarts": maximum, "restart": RestartPolicy(**settings)}
 
 
 def _backoff(option: str, text: str) -> Backoff:

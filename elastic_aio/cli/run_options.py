@@ -188,13 +188,9 @@ def parse_run(
     prog: str = "aio-elastic run",
     is_launch: bool = False,
 ) -> RunRequest:
-    """Parse the arguments of `aio-elastic run`.
+    """Parse the arguments of `aio-elastic run`, with the variables of `env` as their defaults.
 
-    Args:
-        argv: everything after `run`.
-        env: the environment, for `PET_*` and torch's variables.
-        prog: the command, for its help.
-        is_launch: accept `--use-env` and pass `--local-rank`, as torch.distributed.launch.
+    With `is_launch`, accept `--use-env` and pass `--local-rank`, as torch.distributed.launch.
 
     Raises:
         UsageError: one line that names the option, the problem and the value.
@@ -293,14 +289,14 @@ def _log_warnings(logs: LogSpec) -> list[str]:
 
 def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunRequest:
     warnings = _usage_warnings(values)
-    rendezvous, notes = _rendezvous(values, env)
+    nodes, notes = _nodes(values, env)
     entrypoint, args = _program(values, program)
     logs = _logs(values, env)
     warnings += _log_warnings(logs)
     settings = {
         **fields_from(values, LaunchSpec, _FORMS),
-        **rendezvous,
-        **_restart(values),
+        **nodes,
+        **_restarts(values),
         "args": args,
         "host_store": env.get(_NO_SHARED_STORE_VARIABLE) != "1",
         **_torch_fields(env),
@@ -341,31 +337,22 @@ def _has_any(values: Values, names: Iterable[str]) -> bool:
     return bool(values["torchrun_defaults"]) or any(values[name] is not None for name in names)
 
 
-def _rendezvous(values: Values, env: Mapping[str, str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _nodes(values: Values, env: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     """Return the fields of the spec for several nodes, and lines to print at the start."""
     if not _has_any(values, _OF_NODES):
-        return {}, ()
-    from elastic_aio.cli.rendezvous_options import parse_rendezvous_options
+        return {}, []
+    from elastic_aio.cli.rendezvous_options import node_fields
 
-    found = parse_rendezvous_options(values, env)
-    fields = {
-        "nnodes": found.nodes,
-        "master_addr": found.master_addr,
-        "master_port": found.master_port,
-        "rendezvous": found.spec,
-    }
-    return fields, found.warnings
+    return node_fields(values, env)
 
 
-def _restart(values: Values) -> dict[str, Any]:
+def _restarts(values: Values) -> dict[str, Any]:
     """Return the fields of the spec for restarts."""
     if not _has_any(values, _OF_RESTARTS):
         return {}
-    from elastic_aio.cli.restart_options import parse_max_restarts, parse_restart_options
+    from elastic_aio.cli.restart_options import restart_fields
 
-    max_restarts = parse_max_restarts(values["max_restarts"])
-    policy = parse_restart_options(values, max_restarts)
-    return {"max_restarts": max_restarts, "restart": policy}
+    return restart_fields(values)
 
 
 def _level(values: Values) -> int | None:

@@ -72,9 +72,7 @@ class Allocation(Struct, frozen=True, kw_only=True):
 def find_allocation(env: Env, fqdn: Callable[[], str] = lambda: "") -> Allocation | None:
     """Return what the scheduler says; None without one.
 
-    Args:
-        env: the environment.
-        fqdn: returns the full name of this host, for Kubernetes.
+    `fqdn` returns the full name of this host, for Kubernetes.
 
     Raises:
         UsageError: a variable of the scheduler is malformed; it is named.
@@ -287,10 +285,7 @@ def apply_allocation(
 ) -> str:
     """Fill in the options that are not given; return the line that says what was found.
 
-    Args:
-        values: the options' values by their `dest`; changed.
-        found: what the scheduler says.
-        is_explicit_stop: whether the stop grace is set by an option or a variable.
+    With `is_explicit_stop` the stop grace is set by an option or a variable.
 
     Raises:
         UsageError: there are several nodes, and no endpoint is known.

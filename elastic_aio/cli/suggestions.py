@@ -10,27 +10,11 @@ from elastic_aio.text import closest
 
 _PREFIX: Final = "PET_"
 
-_LAUNCHER_ONLY: Final = (
-    "nnodes",
-    "nproc-per-node",
-    "max-restarts",
-    "monitor-interval",
-    "node-rank",
-    "no-python",
-    "rdzv-backend",
-    "rdzv-conf",
-    "rdzv-endpoint",
-    "rdzv-id",
-    "run-path",
-    "standalone",
-    "master-addr",
-    "master-port",
-    "redirects",
-    "restart-delay",
-    "restart-window",
-    "shutdown-timeout",
-    "signals-to-handle",
-    "tee",
+_LAUNCHER_ONLY: Final = frozenset(
+    {"nnodes", "nproc-per-node", "max-restarts", "monitor-interval", "node-rank", "no-python"}
+    | {"rdzv-backend", "rdzv-conf", "rdzv-endpoint", "rdzv-id", "run-path", "standalone"}
+    | {"master-addr", "master-port", "redirects", "restart-delay", "restart-window"}
+    | {"shutdown-timeout", "signals-to-handle", "tee"}
 )
 """Options that scripts seldom have; `--log-dir` or `--role` may well be a script's own."""
 
@@ -55,14 +39,8 @@ def variable_warnings(env: Mapping[str, str], options: Sequence[Option]) -> list
 
 
 def argument_warnings(script: str, args: Sequence[str], accepted: Sequence[Option]) -> list[str]:
-    """Return a line if options of the launcher stand after the script, which gets them.
-
-    Args:
-        script: what the workers run.
-        args: its arguments.
-        accepted: the options of the launcher.
-    """
-    names = {option.name for option in accepted} & set(_LAUNCHER_ONLY)
+    """Return a line if options of the launcher stand after the script, which gets them."""
+    names = {option.name for option in accepted} & _LAUNCHER_ONLY
     found: list[str] = []
     for word in args:
         if word == "--":

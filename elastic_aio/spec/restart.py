@@ -432,11 +432,8 @@ class RestartBudget:
         The rules, in order: GIVE_UP of the callback, `max_restarts`, the exit codes
         unless the callback returned RESTART, the window.
 
-        Args:
-            root: the root cause.
-            action: what the callback returned; DEFAULT without one.
-            ran: seconds that the attempt ran.
-            now: monotonic seconds.
+        `action` is what the callback returned, DEFAULT without one; the attempt `ran` so many
+        seconds, and `now` is in monotonic seconds.
         """
         policy, status = self._policy, root.status
         # A lost status has no code.
