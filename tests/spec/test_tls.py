@@ -31,26 +31,6 @@ def test_a_ca_means_that_clients_need_certificates(
     assert TlsSpec(**settings).requires_client_cert == is_required
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"cert": "/c"}, "tls.key: is needed with a certificate (got None)"),
-        ({"key": "/k"}, "tls.cert: is needed with a private key (got None)"),
-        ({"ca": ""}, "tls.ca: must be a path (got '')"),
-        ({"ca": 3}, "tls.ca: must be a path (got 3)"),
-        ({"ca": "/a", "client_auth": "no"}, "tls.client_auth: must be True, False or None"),
-        ({"cert": "/c", "key": "/k", "client_auth": True}, "tls.ca: is needed to verify the"),
-        ({"ca": "/a", "server_name": ""}, "tls.server_name: must not be empty (got '')"),
-        ({"ca": "/a", "server_name": 3}, "tls.server_name: must be text"),
-    ],
-)
-def test_mistakes_name_the_field(settings: dict[str, Any], message: str) -> None:
-    """One line: the field, the problem, the value."""
-    with pytest.raises(SpecError) as raised:
-        TlsSpec(**settings)
-    assert str(raised.value).startswith(message)
-
-
 def test_the_name_of_the_server_is_the_host_unless_it_is_set() -> None:
     assert TlsSpec(ca="/a").for_host("node0").server_name == "node0"
     assert TlsSpec(ca="/a", server_name="store").for_host("node0").server_name == "store"
