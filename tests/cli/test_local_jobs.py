@@ -403,19 +403,21 @@ def test_logs_of_workers_that_have_written_nothing(
 ) -> None:
     """The command follows them from the first byte on, also those of a later attempt."""
     script = tmp_path / "quiet.sh"
-    script.write_text("trap 'echo got USR1: $$ >&2' USR1; while :; do sleep 0.05; done")
+    handles = "trap 'echo got USR1: $$ >&2' USR1; touch $0.$$"
+    script.write_text(f"{handles}; while :; do sleep 0.05; done")
     with running_cli("--rdzv-id=run-1", "--no-python", "bash", script) as program:
         until_sync(lambda: phase(capfd, "run-1") == "running", "the job")
         with running([*CLI, "logs", "-f", "run-1"]) as follower:
 
-            def shown() -> int:
-                """Signal the worker; return of how many workers there are lines by now."""
+            def shown(workers: int) -> bool:
+                """Signal the worker; return whether there are lines of so many by now."""
+                until_sync(lambda: len([*tmp_path.glob("quiet.sh.*")]) == workers, "its handler")
                 ask(capfd, "signal", "run-1", "USR1")
-                return len(set(re.findall(r"got USR1: (\d+)\n", follower.out)))
+                return len(set(re.findall(r"got USR1: (\d+)\n", follower.out))) == workers
 
-            until_sync(lambda: shown() == 1, "a line of the first worker")
+            until_sync(lambda: shown(1), "a line of the first worker")
             ask(capfd, "restart", "run-1")
-            until_sync(lambda: shown() == 2, "a line of the second worker")
+            until_sync(lambda: shown(2), "a line of the second worker")
             ask(capfd, "stop", "run-1")
             assert follower.wait() == 0
         program.wait()
