@@ -14,12 +14,6 @@ import time
 from collections.abc import AsyncIterator
 from typing import Final
 
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
-
 from elastic_aio.aio import EventReader, read_file, run_in_thread
 from elastic_aio.control.protocol import encode
 from elastic_aio.control.session import ViewedJob
@@ -29,6 +23,16 @@ from elastic_aio.http.openmetrics import CONTENT_TYPE, format_metrics
 from elastic_aio.logs.log_file import read_end
 from elastic_aio.ranks import format_ranks
 from elastic_aio.status import JobStatus
+
+try:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response, StreamingResponse
+    from starlette.routing import Route
+    from starlette.types import ASGIApp, Receive, Scope, Send
+except ImportError as error:
+    problem = "status_app needs the extra http: pip install 'elastic_aio[http]'"
+    raise ImportError(problem) from error
 
 LOG_MAX: Final = 64 * 1024
 """Bytes of the end of a log file that a page shows."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import re
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -140,6 +142,13 @@ async def test_a_disk_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> N
     answers.set()
     for answer in await asyncio.gather(*waiting):
         assert answer.text == f"the last {LOG_MAX} bytes of /log"
+
+
+def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "elastic_aio.http.app")
+    monkeypatch.setitem(sys.modules, "starlette.applications", None)
+    with pytest.raises(ImportError, match=r"needs the extra http: pip install 'elastic_aio\[http"):
+        importlib.import_module("elastic_aio.http.app")
 
 
 async def test_the_program_of_the_guide() -> None:
