@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from elastic_aio import Event, JobFinished, JobState, WorkerStarted
-from elastic_aio.cli import main
 from elastic_aio.discovery.jobs import enter_run
 from elastic_aio.discovery.keys import run_store
 from elastic_aio.rendezvous.event_stream import EventStreamWriter
@@ -131,44 +130,6 @@ async def test_a_closed_pipe_ends_it_quietly() -> None:
     assert (out.decode(), err) == (line, b"")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "problem"),
-    [
-        (["--bogus"], 2, "unrecognized arguments: --bogus"),
-        (["--rdzv-endpoint", "a:99999"], 2, "--rdzv-endpoint: must have a port from 0 to 65535"),
-        (["--rdzv-id", ""], 2, "--rdzv-id: must not be empty"),
-        (["--after", "x"], 2, "--after: must be the number of an event (got 'x'"),
-        (["--after=-2"], 2, "--after: must be the number of an event (got '-2'"),
-        (["--timeout", "0"], 2, "--timeout: must be a number of seconds above 0 (got '0'"),
-        (
-            ["--token-file", "/no/such/file"],
-            2,
-            "--token-file: must be a file that can be read: no such file",
-        ),
-        (
-            ["--token-file", "/dev/null"],
-            2,
-            "--token-file: must not be an empty file (got '/dev/null')",
-        ),
-        (
-            ["--rdzv-endpoint", "127.0.0.1:1,127.0.0.1:2", "--timeout", "0.2"],
-            1,
-            "no store at 127.0.0.1:1, 127.0.0.1:2 within 0.2 s: 127.0.0.1:1: ",
-        ),
-    ],
-)
-def test_errors_are_one_line(
-    arguments: list[str], code: int, problem: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Never a traceback; 2 for what cannot be accepted, 1 when there is no store."""
-    assert main(["events", *arguments]) == code
-    captured = capfd.readouterr()
-    assert captured.err.startswith("aio-elastic events: ")
-    assert problem in captured.err
-    assert captured.err.count("\n") == 1
-    assert captured.out == ""
-
-
 @pytest.mark.slow
 async def test_a_search_for_a_store_is_reported() -> None:
     """Long before it ends."""
@@ -180,13 +141,3 @@ async def test_a_search_for_a_store_is_reported() -> None:
     )
     process.send_signal(signal.SIGINT)
     assert await process.wait() == 130
-
-
-def test_help(capfd: pytest.CaptureFixture[str]) -> None:
-    """All options are listed."""
-    with pytest.raises(SystemExit) as caught:
-        main(["events", "--help"])
-    assert caught.value.code == 0
-    out = capfd.readouterr().out
-    for option in ("--rdzv-endpoint", "--rdzv-id", "--token-file", "--json", "--after"):
-        assert option in out

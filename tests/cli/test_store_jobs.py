@@ -1,4 +1,4 @@
-"""`aio-elastic jobs` and `aio-elastic gc`: output, errors and exit codes."""
+"""`aio-elastic jobs` and `aio-elastic gc`, and the errors of all commands that ask a store."""
 
 from __future__ import annotations
 
@@ -77,33 +77,40 @@ async def test_what_is_over_is_removed() -> None:
         assert await run("jobs", "--json", *at) == []
 
 
-@pytest.mark.parametrize("command", ["jobs", "gc"])
+COMMANDS = ("events", "jobs", "gc")
+NO_STORE = "at 127.0.0.1:1 within 0.2 s: 127.0.0.1:1: connection refused"
+AT_TWO = "at 127.0.0.1:1, 127.0.0.1:2 within 0.2 s: 127.0.0.1:1: connection refused"
+AT_ONE = ["--rdzv-endpoint=127.0.0.1:1", "--timeout=0.2"]
+OF_ALL = [
+    (["--bogus"], 2, "unrecognized arguments: --bogus"),
+    (["--rdzv-endpoint", "a:99999"], 2, "--rdzv-endpoint: must have a port from 0 to 65535"),
+    (["--rdzv-endpoint", "a:0"], 2, "--rdzv-endpoint: needs a port other than 0"),
+    (["--rdzv-endpoint", "http://a:1"], 2, "or HOST, without a scheme (got 'http://a:1')"),
+    (["--timeout", "0"], 2, "--timeout: must be a number of seconds above 0 (got '0'"),
+    (
+        ["--rdzv-backend=reddis", "--rdzv-endpoint=a"],
+        2,
+        "--rdzv-backend: must be one of: c10d, etcd, ",
+    ),
+    (["--rdzv-backend=etcd", "--rdzv-conf=retention=1"], 2, "retention: must be"),
+    (["--token-file=/no/such"], 2, "--token-file: must be a file that can be read: no such file"),
+    (["--token-file=/dev/null"], 2, "--token-file: must not be an empty file (got '/dev/null')"),
+    (AT_ONE, 1, f"no store {NO_STORE}"),
+    (["--rdzv-endpoint=127.0.0.1:1,127.0.0.1:2", "--timeout=0.2"], 1, f"no store {AT_TWO}"),
+    (["--rdzv-backend=etcd", *AT_ONE], 1, f"no etcd {NO_STORE}"),
+    (["--rdzv-backend=redis", *AT_ONE], 1, f"no redis {NO_STORE}"),
+]
+OF_ONE = [
+    ("events", ["--rdzv-id", ""], 2, "--rdzv-id: must not be empty"),
+    ("events", ["--after", "x"], 2, "--after: must be the number of an event (got 'x'"),
+    ("events", ["--after=-2"], 2, "--after: must be the number of an event (got '-2'"),
+    ("gc", ["--older-than", "x"], 2, "--older-than: must be a number of seconds of at least 0"),
+]
+
+
 @pytest.mark.parametrize(
-    ("arguments", "code", "problem"),
-    [
-        (["--bogus"], 2, "unrecognized arguments: --bogus"),
-        (["--rdzv-endpoint", "a:99999"], 2, "--rdzv-endpoint: must have a port from 0 to 65535"),
-        (["--rdzv-endpoint", "a:0"], 2, "--rdzv-endpoint: needs a port other than 0"),
-        (["--timeout", "0"], 2, "--timeout: must be a number of seconds above 0 (got '0'"),
-        (["--rdzv-endpoint", "http://a:1"], 2, "or HOST, without a scheme (got 'http://a:1')"),
-        (["--rdzv-backend=reddis"], 2, "--rdzv-backend: must be one of: c10d, etcd, "),
-        (["--rdzv-backend=etcd", "--rdzv-conf=retention=1"], 2, "retention: must be"),
-        (
-            ["--rdzv-endpoint", "127.0.0.1:1,127.0.0.1:2", "--timeout", "0.2"],
-            1,
-            "no store at 127.0.0.1:1, 127.0.0.1:2 within 0.2 s: 127.0.0.1:1: connection refused",
-        ),
-        (
-            ["--rdzv-backend=etcd", "--rdzv-endpoint=127.0.0.1:1", "--timeout=0.2"],
-            1,
-            "no etcd at 127.0.0.1:1 within 0.2 s: 127.0.0.1:1: connection refused",
-        ),
-        (
-            ["--rdzv-backend=redis", "--rdzv-endpoint=127.0.0.1:1", "--timeout=0.2"],
-            1,
-            "no redis at 127.0.0.1:1 within 0.2 s: 127.0.0.1:1: connection refused",
-        ),
-    ],
+    ("command", "arguments", "code", "problem"),
+    [*((command, *row) for row in OF_ALL for command in COMMANDS), *OF_ONE],
 )
 def test_errors_are_one_line(
     command: str, arguments: list[str], code: int, problem: str, capfd: pytest.CaptureFixture[str]
@@ -117,16 +124,15 @@ def test_errors_are_one_line(
     assert captured.out == ""
 
 
-def test_older_than_is_seconds(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["gc", "--older-than", "x"]) == 2
-    assert "--older-than: must be a number of seconds of at least 0" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("command", ["jobs", "gc"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help(command: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """All options are listed."""
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])
     assert caught.value.code == 0
-    shown = capfd.readouterr().out
-    assert "--rdzv-endpoint" in shown
-    assert "seconds to search for a store (default 5)" in " ".join(shown.split())
+    shown = " ".join(capfd.readouterr().out.split())
+    own = {"events": "--rdzv-id --after", "jobs": "", "gc": "--older-than --lost --dry-run"}
+    for option in ("--rdzv-endpoint", "--token-file", "--json", *own[command].split()):
+        assert option in shown
+    if command != "events":
+        assert "seconds to search for a store (default 5)" in shown
