@@ -248,188 +248,131 @@ NOT_AWAITED = finish_as(
     0,
 )
 
-Row = tuple[str, list[Input], Input, list[Effect], P]
+Row = tuple[list[Input], Input, list[Effect], P]
 
 
-def row(name: str, before: list[Input], happening: Input, effects: list[Effect], phase: P) -> Row:
+def case(before: list[Input], happening: Input, effects: list[Effect], phase: P) -> Row:
     """Return a case: what an input after others has as its effects, and the phase after that."""
-    return name, before, happening, effects, phase
+    return before, happening, effects, phase
 
 
-ROWS: list[Row] = [
-    row("new: start", [], Start(), [Join()], P.IDLE),
-    row("new: a stop is received", [], STOP, [STOPPED], P.DONE),
+ROWS: dict[str, Row] = {
+    "new: start": case([], Start(), [Join()], P.IDLE),
+    "new: a stop is received": case([], STOP, [STOPPED], P.DONE),
     # ------------------------------------------------------------------ idle
-    row("idle: start round", JOINED, start_round(7), [formed(7), start(7)], P.STARTING),
-    row(
-        "idle: start round as a new member",
-        JOINED,
-        start_round(8, CHANGE),
-        [changed(), formed(8), start(8)],
-        P.STARTING,
+    "idle: start round": case(JOINED, start_round(7), [formed(7), start(7)], P.STARTING),
+    "idle: start round as a new member": case(
+        JOINED, start_round(8, CHANGE), [changed(), formed(8), start(8)], P.STARTING
     ),
-    row(
-        "idle: stop round of a round never seen",
-        JOINED,
-        stop_round(5),
-        [SendReport(RoundStopped(5))],
-        P.IDLE,
+    "idle: stop round of a round never seen": case(
+        JOINED, stop_round(5), [SendReport(RoundStopped(5))], P.IDLE
     ),
-    row("idle: stop round that is answered", IDLE, stop_round(7), [], P.IDLE),
-    row(
-        "idle: stop round of a later round",
-        IDLE,
-        stop_round(8),
-        [SendReport(RoundStopped(8))],
-        P.IDLE,
+    "idle: stop round that is answered": case(IDLE, stop_round(7), [], P.IDLE),
+    "idle: stop round of a later round": case(
+        IDLE, stop_round(8), [SendReport(RoundStopped(8))], P.IDLE
     ),
-    row("idle: start round of a stopped round", [*IDLE, stop_round(8)], start_round(8), [], P.IDLE),
-    row(
-        "idle: restart pending",
+    "idle: start round of a stopped round": case(
+        [*IDLE, stop_round(8)], start_round(8), [], P.IDLE
+    ),
+    "idle: restart pending": case(
         IDLE,
         InstructionReceived(RestartPending(FAILED_THERE)),
         [attempt_failed(7, failure(9, host="b"), failure(2)), restarting()],
         P.IDLE,
     ),
-    row(
-        "idle: start round after a failure, without a restart pending",
+    "idle: start round after a failure, without a restart pending": case(
         IDLE,
         start_round(8, FAILED_THERE, 1),
         [attempt_failed(7, failure(9, host="b"), failure(2)), restarting(), formed(8), start(8, 1)],
         P.STARTING,
     ),
-    row(
-        "idle: start round after the restart pending",
+    "idle: start round after the restart pending": case(
         [*IDLE, InstructionReceived(RestartPending(FAILED_THERE))],
         start_round(8, FAILED_THERE, 1),
         [formed(8), start(8, 1)],
         P.STARTING,
     ),
-    row(
-        "starting: change pending",
-        STARTING,
-        InstructionReceived(COMING),
-        [pending(), ShowChange(COMING)],
-        P.STARTING,
+    "starting: change pending": case(
+        STARTING, InstructionReceived(COMING), [pending(), ShowChange(COMING)], P.STARTING
     ),
-    row(
-        "running: change pending",
-        RUNNING,
-        InstructionReceived(COMING),
-        [pending(), ShowChange(COMING)],
-        P.RUNNING,
+    "running: change pending": case(
+        RUNNING, InstructionReceived(COMING), [pending(), ShowChange(COMING)], P.RUNNING
     ),
-    row(
-        "starting: workers of other nodes have finished",
-        STARTING,
-        InstructionReceived(FINISHED_THERE),
-        [NotePeers(FINISHED_THERE)],
-        P.STARTING,
+    "starting: workers of other nodes have finished": case(
+        STARTING, InstructionReceived(FINISHED_THERE), [NotePeers(FINISHED_THERE)], P.STARTING
     ),
-    row(
-        "running: workers of other nodes have finished",
-        RUNNING,
-        InstructionReceived(FINISHED_THERE),
-        [NotePeers(FINISHED_THERE)],
-        P.RUNNING,
+    "running: workers of other nodes have finished": case(
+        RUNNING, InstructionReceived(FINISHED_THERE), [NotePeers(FINISHED_THERE)], P.RUNNING
     ),
-    row(
-        "running: workers of another round have finished",
-        RUNNING,
-        InstructionReceived(PeersFinished(6, 2, 1.0)),
-        [],
-        P.RUNNING,
+    "running: workers of another round have finished": case(
+        RUNNING, InstructionReceived(PeersFinished(6, 2, 1.0)), [], P.RUNNING
     ),
-    row(
-        "stopping: workers of other nodes have finished",
-        FAILING,
-        InstructionReceived(FINISHED_THERE),
-        [],
-        P.STOPPING,
+    "stopping: workers of other nodes have finished": case(
+        FAILING, InstructionReceived(FINISHED_THERE), [], P.STOPPING
     ),
-    row(
-        "running: all workers have agreed",
-        RUNNING,
-        WorkersAgreed(7, 3),
-        [SendReport(ChangeAgreed(7, 3))],
-        P.RUNNING,
+    "running: all workers have agreed": case(
+        RUNNING, WorkersAgreed(7, 3), [SendReport(ChangeAgreed(7, 3))], P.RUNNING
     ),
-    row("running: of another attempt", RUNNING, WorkersAgreed(6, 3), [], P.RUNNING),
-    row(
-        "stopping: all workers have agreed",
-        [*RUNNING, stop_round(7)],
-        WorkersAgreed(7, 3),
-        [],
-        P.STOPPING,
+    "running: of another attempt": case(RUNNING, WorkersAgreed(6, 3), [], P.RUNNING),
+    "stopping: all workers have agreed": case(
+        [*RUNNING, stop_round(7)], WorkersAgreed(7, 3), [], P.STOPPING
     ),
-    row(
-        "running: change pending, of another round",
+    "running: change pending, of another round": case(
         [*RUNNING, stop_round(7), group_stopped(), start_round(8, CHANGE)],
         InstructionReceived(COMING),
         [pending(8)],
         P.STARTING,
     ),
-    row("idle: change pending", JOINED, InstructionReceived(COMING), [pending(0)], P.IDLE),
-    row("idle: end job", JOINED, CONCLUDE, [Leave(ENDING.why)], P.LEAVING),
-    row("idle: a stop is received", JOINED, STOP, [Leave("enough")], P.LEAVING),
-    row(
-        "idle: join failed", JOINED, JoinFailed(HostError("no port")), [Leave("no port")], P.LEAVING
+    "idle: change pending": case(JOINED, InstructionReceived(COMING), [pending(0)], P.IDLE),
+    "idle: end job": case(JOINED, CONCLUDE, [Leave(ENDING.why)], P.LEAVING),
+    "idle: a stop is received": case(JOINED, STOP, [Leave("enough")], P.LEAVING),
+    "idle: join failed": case(
+        JOINED, JoinFailed(HostError("no port")), [Leave("no port")], P.LEAVING
     ),
-    row("idle: a stop is received between two rounds", IDLE, STOP, [Leave("enough")], P.LEAVING),
+    "idle: a stop is received between two rounds": case(IDLE, STOP, [Leave("enough")], P.LEAVING),
     # --------------------------------------------------------------- starting
-    row("starting: group started", STARTING, STARTED, [SendReport(RoundStarted(7))], P.RUNNING),
-    row(
-        "starting: group started, all done",
+    "starting: group started": case(STARTING, STARTED, [SendReport(RoundStarted(7))], P.RUNNING),
+    "starting: group started, all done": case(
         [*STARTING, ended(0), ended(1)],
         STARTED,
         [SendReport(RoundStarted(7)), stop_group(FINISHED, leftovers=True)],
         P.STOPPING,
     ),
-    row(
-        "starting: start failed",
+    "starting: start failed": case(
         STARTING,
         start_failed(),
         [SendReport(RoundFailing(7, "cannot run x: no")), stop_group("cannot run x: no")],
         P.STOPPING,
     ),
-    row(
-        "starting: a failure",
+    "starting: a failure": case(
         STARTING,
         ended(1, BAD),
         [SendReport(RoundFailing(7, WORKER_FAILED)), stop_group(WORKER_FAILED)],
         P.STOPPING,
     ),
-    row("running: a lost peer", RUNNING, lost_peer(1), [BackOff(7, CAUSE_S)], P.RUNNING),
-    row(
-        "running: only lost peers on this node",
-        [*RUNNING, lost_peer(1)],
-        lost_peer(0),
-        [],
-        P.RUNNING,
+    "running: a lost peer": case(RUNNING, lost_peer(1), [BackOff(7, CAUSE_S)], P.RUNNING),
+    "running: only lost peers on this node": case(
+        [*RUNNING, lost_peer(1)], lost_peer(0), [], P.RUNNING
     ),
-    row(
-        "running: the cause of a lost peer is on another node",
+    "running: the cause of a lost peer is on another node": case(
         [*RUNNING, lost_peer(1)],
         stop_round(7),
         [CancelBackOff(), stop_group(FAILED_ELSEWHERE, ordered=True)],
         P.STOPPING,
     ),
-    row(
-        "running: a lost peer without a cause",
+    "running: a lost peer without a cause": case(
         [*RUNNING, lost_peer(1)],
         BackoffElapsed(7),
         [SendReport(RoundFailing(7, WORKER_FAILED)), stop_group(WORKER_FAILED)],
         P.STOPPING,
     ),
-    row(
-        "running: a lost peer, and its cause",
+    "running: a lost peer, and its cause": case(
         [*RUNNING, lost_peer(0)],
         ended(1, BAD),
         [SendReport(RoundFailing(7, WORKER_FAILED)), CancelBackOff(), stop_group(WORKER_FAILED)],
         P.STOPPING,
     ),
-    row(
-        "running: a worker hangs",
+    "running: a worker hangs": case(
         RUNNING,
         WorkerHung(7, 1, "no heartbeat"),
         [
@@ -438,136 +381,101 @@ ROWS: list[Row] = [
         ],
         P.STOPPING,
     ),
-    row(
-        "starting: start round",
+    "starting: start round": case(
         STARTING,
         start_round(8, CHANGE),
         [changed(), formed(8), stop_group("b joined", ordered=True)],
         P.STOPPING,
     ),
-    row(
-        "starting: stop round",
-        STARTING,
-        stop_round(7),
-        [stop_group(FAILED_ELSEWHERE, ordered=True)],
-        P.STOPPING,
+    "starting: stop round": case(
+        STARTING, stop_round(7), [stop_group(FAILED_ELSEWHERE, ordered=True)], P.STOPPING
     ),
-    row(
-        "starting: a stop is received", STARTING, STOP, [stop_group("enough"), DRAINING], P.STOPPING
+    "starting: a stop is received": case(
+        STARTING, STOP, [stop_group("enough"), DRAINING], P.STOPPING
     ),
     # ---------------------------------------------------------------- running
-    row("running: a success", RUNNING, ended(1), [], P.RUNNING),
-    row(
-        "running: the last success",
-        [*RUNNING, ended(1)],
-        ended(0),
-        [stop_group(FINISHED, leftovers=True)],
-        P.STOPPING,
+    "running: a success": case(RUNNING, ended(1), [], P.RUNNING),
+    "running: the last success": case(
+        [*RUNNING, ended(1)], ended(0), [stop_group(FINISHED, leftovers=True)], P.STOPPING
     ),
-    row(
-        "running: a restart is requested",
+    "running: a restart is requested": case(
         RUNNING,
         RestartReceived("new data"),
         [SendReport(RestartRequested(7, "new data"))],
         P.RUNNING,
     ),
-    row("idle: a restart is requested", JOINED, RestartReceived("new data"), [], P.IDLE),
-    row(
-        "running: a failure",
+    "idle: a restart is requested": case(JOINED, RestartReceived("new data"), [], P.IDLE),
+    "running: a failure": case(
         RUNNING,
         ended(1, BAD),
         [SendReport(RoundFailing(7, WORKER_FAILED)), stop_group(WORKER_FAILED)],
         P.STOPPING,
     ),
-    row(
-        "running: start round",
+    "running: start round": case(
         RUNNING,
         start_round(8, CHANGE),
         [changed(), formed(8), stop_group("b joined", ordered=True)],
         P.STOPPING,
     ),
-    row(
-        "running: start round without a cause",
+    "running: start round without a cause": case(
         RUNNING,
         start_round(8),
         [formed(8), stop_group("the nodes form another round", ordered=True)],
         P.STOPPING,
     ),
-    row("running: the same start round again", RUNNING, start_round(7), [], P.RUNNING),
-    row("running: start round of an older round", RUNNING, start_round(6), [], P.RUNNING),
-    row(
-        "running: stop round",
-        RUNNING,
-        stop_round(7),
-        [stop_group(FAILED_ELSEWHERE, ordered=True)],
-        P.STOPPING,
+    "running: the same start round again": case(RUNNING, start_round(7), [], P.RUNNING),
+    "running: start round of an older round": case(RUNNING, start_round(6), [], P.RUNNING),
+    "running: stop round": case(
+        RUNNING, stop_round(7), [stop_group(FAILED_ELSEWHERE, ordered=True)], P.STOPPING
     ),
-    row(
-        "running: stop round of a later round",
-        RUNNING,
-        stop_round(9),
-        [stop_group(FAILED_ELSEWHERE, ordered=True)],
-        P.STOPPING,
+    "running: stop round of a later round": case(
+        RUNNING, stop_round(9), [stop_group(FAILED_ELSEWHERE, ordered=True)], P.STOPPING
     ),
-    row("running: stop round of an older round", RUNNING, stop_round(6), [], P.RUNNING),
-    row(
-        "running: end job",
-        RUNNING,
-        CONCLUDE,
-        [Leave(ENDING.why), stop_group(ENDING.why)],
-        P.STOPPING,
+    "running: stop round of an older round": case(RUNNING, stop_round(6), [], P.RUNNING),
+    "running: end job": case(
+        RUNNING, CONCLUDE, [Leave(ENDING.why), stop_group(ENDING.why)], P.STOPPING
     ),
-    row("running: a stop is received", RUNNING, STOP, [stop_group("enough"), DRAINING], P.STOPPING),
-    row(
-        "running: a signal",
+    "running: a stop is received": case(
+        RUNNING, STOP, [stop_group("enough"), DRAINING], P.STOPPING
+    ),
+    "running: a signal": case(
         RUNNING,
         SIGNAL,
         [stop_group("SIGQUIT was received", 3), SendReport(NodeDraining("SIGQUIT was received"))],
         P.STOPPING,
     ),
-    row("running: cut off", RUNNING, CUT_OFF, [cut_short(ordered=True)], P.STOPPING),
+    "running: cut off": case(RUNNING, CUT_OFF, [cut_short(ordered=True)], P.STOPPING),
     # --------------------------------------------------------------- stopping
-    row("stopping: another failure", FAILING, ended(0, BAD), [], P.STOPPING),
-    row("stopping: started late", [*STARTING, ended(1, BAD)], STARTED, [], P.STOPPING),
-    row("stopping: stop round", FAILING, stop_round(7), [], P.STOPPING),
-    row(
-        "stopping: start round", FAILING, start_round(8, CHANGE), [changed(), formed(8)], P.STOPPING
+    "stopping: another failure": case(FAILING, ended(0, BAD), [], P.STOPPING),
+    "stopping: started late": case([*STARTING, ended(1, BAD)], STARTED, [], P.STOPPING),
+    "stopping: stop round": case(FAILING, stop_round(7), [], P.STOPPING),
+    "stopping: start round": case(
+        FAILING, start_round(8, CHANGE), [changed(), formed(8)], P.STOPPING
     ),
-    row("stopping: a stop is received", FAILING, STOP, [DRAINING], P.STOPPING),
-    row("stopping: cut off", FAILING, CUT_OFF, [killed()], P.STOPPING),
-    row("stopping: cut off after a stop", [*RUNNING, STOP], CUT_OFF, [killed()], P.STOPPING),
-    row(
-        "stopping: cut off, all succeeded",
-        ALL_DONE,
-        CUT_OFF,
-        [killed(leftovers_only=True)],
-        P.STOPPING,
+    "stopping: a stop is received": case(FAILING, STOP, [DRAINING], P.STOPPING),
+    "stopping: cut off": case(FAILING, CUT_OFF, [killed()], P.STOPPING),
+    "stopping: cut off after a stop": case([*RUNNING, STOP], CUT_OFF, [killed()], P.STOPPING),
+    "stopping: cut off, all succeeded": case(
+        ALL_DONE, CUT_OFF, [killed(leftovers_only=True)], P.STOPPING
     ),
-    row("stopping: a stop is received, all succeeded", ALL_DONE, STOP, [], P.STOPPING),
-    row("stopping: end job", FAILING, CONCLUDE, [Leave(ENDING.why)], P.STOPPING),
-    row(
-        "stopping: stopped, all succeeded",
+    "stopping: a stop is received, all succeeded": case(ALL_DONE, STOP, [], P.STOPPING),
+    "stopping: end job": case(FAILING, CONCLUDE, [Leave(ENDING.why)], P.STOPPING),
+    "stopping: stopped, all succeeded": case(
         ALL_DONE,
         group_stopped(),
         [SendReport(RoundSucceeded(7)), StartBarrier(7, BARRIER_S)],
         P.BARRIER,
     ),
-    row(
-        "stopping: stopped, all succeeded, a start round is pending",
+    "stopping: stopped, all succeeded, a start round is pending": case(
         [*ALL_DONE, start_round(8)],
         group_stopped(),
         [SendReport(RoundSucceeded(7)), start(8)],
         P.STARTING,
     ),
-    row(
-        "stopping: stopped, all succeeded, but stop round",
-        [*ALL_DONE, stop_round(7)],
-        group_stopped(),
-        [report_stopped(7)],
-        P.IDLE,
+    "stopping: stopped, all succeeded, but stop round": case(
+        [*ALL_DONE, stop_round(7)], group_stopped(), [report_stopped(7)], P.IDLE
     ),
-    row(
-        "stopping: stopped, all succeeded, a stop is received",
+    "stopping: stopped, all succeeded, a stop is received": case(
         [*ALL_DONE, STOP],
         group_stopped(),
         [
@@ -577,92 +485,70 @@ ROWS: list[Row] = [
         ],
         P.LEAVING,
     ),
-    row(
-        "stopping: stopped, a value was lost, a stop is received",
+    "stopping: stopped, a value was lost, a stop is received": case(
         [*ALL_DONE, STOP],
         group_stopped(failure(2)),
         [report_stopped(7, failure(2)), Leave("enough")],
         P.LEAVING,
     ),
-    row(
-        "stopping: stopped, a value was lost",
-        ALL_DONE,
-        group_stopped(failure(2)),
-        [report_stopped(7, failure(2))],
-        P.IDLE,
+    "stopping: stopped, a value was lost": case(
+        ALL_DONE, group_stopped(failure(2)), [report_stopped(7, failure(2))], P.IDLE
     ),
-    row(
-        "stopping: stopped, failed",
+    "stopping: stopped, failed": case(
         FAILING,
         group_stopped(failure(2), failure(3)),
         [report_stopped(7, failure(2), failure(3))],
         P.IDLE,
     ),
-    row(
-        "stopping: stopped, failed, perhaps by a signal to the whole node",
+    "stopping: stopped, failed, perhaps by a signal to the whole node": case(
         [*RUNNING, WorkerEnded(7, 1, BAD, is_victim=False, may_be_leaving=True)],
         group_stopped(failure(2)),
         [report_stopped(7, failure(2), may_be_leaving=True)],
         P.IDLE,
     ),
-    row(
-        "stopping: stopped, failed and stop round meanwhile",
+    "stopping: stopped, failed and stop round meanwhile": case(
         [*FAILING, stop_round(7)],
         group_stopped(failure(2)),
         [report_stopped(7, failure(2))],
         P.IDLE,
     ),
-    row(
-        "stopping: stopped, after a stop round",
-        [*RUNNING, stop_round(7)],
-        group_stopped(),
-        [report_stopped(7)],
-        P.IDLE,
+    "stopping: stopped, after a stop round": case(
+        [*RUNNING, stop_round(7)], group_stopped(), [report_stopped(7)], P.IDLE
     ),
-    row(
-        "stopping: stopped, stop round right after a failure of its own",
+    "stopping: stopped, stop round right after a failure of its own": case(
         [*RUNNING, stop_round(7)],
         group_stopped(failure(2)),
         [report_stopped(7, failure(2))],
         P.IDLE,
     ),
-    row(
-        "stopping: stopped, stop round of a later round",
+    "stopping: stopped, stop round of a later round": case(
         [*RUNNING, start_round(8), stop_round(8)],
         group_stopped(failure(2)),
         [report_stopped(7, failure(2)), SendReport(RoundStopped(8))],
         P.IDLE,
     ),
-    row(
-        "stopping: stopped, a start round is pending",
-        [*RUNNING, start_round(8)],
-        group_stopped(),
-        [report_stopped(7), start(8)],
-        P.STARTING,
+    "stopping: stopped, a start round is pending": case(
+        [*RUNNING, start_round(8)], group_stopped(), [report_stopped(7), start(8)], P.STARTING
     ),
-    row(
-        "stopping: stopped, failed, a start round is pending",
+    "stopping: stopped, failed, a start round is pending": case(
         [*FAILING, start_round(8)],
         group_stopped(failure(2)),
         [report_stopped(7, failure(2)), start(8)],
         P.STARTING,
     ),
-    row(
-        "stopping: stopped, only the newest start round counts",
+    "stopping: stopped, only the newest start round counts": case(
         [*RUNNING, start_round(8), start_round(9)],
         group_stopped(),
         [report_stopped(7), start(9)],
         P.STARTING,
     ),
-    row(
-        "stopping: stopped, a process is left",
+    "stopping: stopped, a process is left": case(
         [*RUNNING, stop_round(7)],
         group_stopped(survivors=True),
         [report_stopped(7, **CANNOT_KILL)],
         P.IDLE,
     ),
-    row(
-        "stopping: stopped, a process is left when a start round is pending",
+    "stopping: stopped, a process is left when a start round is pending": case(
         [*RUNNING, start_round(8)],
         group_stopped(failure(2), survivors=True),
         [
@@ -673,111 +559,86 @@ ROWS: list[Row] = [
         ],
         P.IDLE,
     ),
-    row(
-        "stopping: stopped, start failed for now",
+    "stopping: stopped, start failed for now": case(
         [*STARTING, start_failed()],
         group_stopped(failure(2)),
         [report_stopped(7, failure(2), exit_code=1, runtime=0.0)],
         P.IDLE,
     ),
-    row(
-        "stopping: stopped, start failed for good",
+    "stopping: stopped, start failed for good": case(
         [*STARTING, start_failed(permanent=True)],
         group_stopped(failure(2)),
         [report_stopped(7, failure(2), exit_code=127, runtime=0.0, **HOPELESS)],
         P.IDLE,
     ),
-    row(
-        "stopping: stopped before this node leaves",
+    "stopping: stopped before this node leaves": case(
         [*RUNNING, STOP],
         group_stopped(failure(2)),
         [SendReport(RoundStopped(7)), Leave("enough", stays=True)],
         P.LEAVING,
     ),
-    row(
-        "stopping: stopped, has left",
-        [*RUNNING, STOP, LeftRendezvous()],
-        group_stopped(),
-        [STOPPED],
-        P.DONE,
+    "stopping: stopped, has left": case(
+        [*RUNNING, STOP, LeftRendezvous()], group_stopped(), [STOPPED], P.DONE
     ),
-    row(
-        "stopping: stopped, failed and stopped",
+    "stopping: stopped, failed and stopped": case(
         [*FAILING, STOP, LeftRendezvous()],
         group_stopped(failure(2)),
         [attempt_failed(7, failure(2)), STOPPED],
         P.DONE,
     ),
-    row("stopping: left", [*RUNNING, STOP], LeftRendezvous(), [], P.STOPPING),
+    "stopping: left": case([*RUNNING, STOP], LeftRendezvous(), [], P.STOPPING),
     # ---------------------------------------------------------------- barrier
-    row(
-        "barrier: start round",
+    "barrier: start round": case(
         BARRIER,
         start_round(8, CHANGE),
         [changed(), formed(8), CancelBackOff(), start(8)],
         P.STARTING,
     ),
-    row(
-        "barrier: stop round",
-        BARRIER,
-        stop_round(7),
-        [CancelBackOff(), SendReport(RoundStopped(7))],
-        P.IDLE,
+    "barrier: stop round": case(
+        BARRIER, stop_round(7), [CancelBackOff(), SendReport(RoundStopped(7))], P.IDLE
     ),
-    row(
-        "barrier: elapsed", BARRIER, BarrierTimedOut(7), [Leave(NOT_AWAITED.outcome.why)], P.LEAVING
+    "barrier: elapsed": case(
+        BARRIER, BarrierTimedOut(7), [Leave(NOT_AWAITED.outcome.why)], P.LEAVING
     ),
-    row("barrier: elapsed late", BARRIER, BarrierTimedOut(6), [], P.BARRIER),
-    row(
-        "barrier: a stop is received",
+    "barrier: elapsed late": case(BARRIER, BarrierTimedOut(6), [], P.BARRIER),
+    "barrier: a stop is received": case(
         BARRIER,
         STOP,
         [DRAINING, CancelBackOff(), Leave(CUT_SHORT.outcome.why, stays=True)],
         P.LEAVING,
     ),
-    row("barrier: end job", BARRIER, GOOD_END, [CancelBackOff(), Leave(FINISHED)], P.LEAVING),
+    "barrier: end job": case(BARRIER, GOOD_END, [CancelBackOff(), Leave(FINISHED)], P.LEAVING),
     # ---------------------------------------------------------------- leaving
-    row("leaving: left after a stop", [*JOINED, STOP], LeftRendezvous(), [STOPPED], P.DONE),
-    row(
-        "leaving: left after a success that was stopped",
-        [*ALL_DONE, STOP, group_stopped()],
-        LeftRendezvous(),
-        [CUT_SHORT],
-        P.DONE,
+    "leaving: left after a stop": case([*JOINED, STOP], LeftRendezvous(), [STOPPED], P.DONE),
+    "leaving: left after a success that was stopped": case(
+        [*ALL_DONE, STOP, group_stopped()], LeftRendezvous(), [CUT_SHORT], P.DONE
     ),
-    row("leaving: left, cut short", [*BARRIER, STOP], LeftRendezvous(), [CUT_SHORT], P.DONE),
-    row(
-        "leaving: left, elapsed",
-        [*BARRIER, BarrierTimedOut(7)],
-        LeftRendezvous(),
-        [NOT_AWAITED],
-        P.DONE,
+    "leaving: left, cut short": case([*BARRIER, STOP], LeftRendezvous(), [CUT_SHORT], P.DONE),
+    "leaving: left, elapsed": case(
+        [*BARRIER, BarrierTimedOut(7)], LeftRendezvous(), [NOT_AWAITED], P.DONE
     ),
-    row(
-        "leaving: left after a good end",
+    "leaving: left after a good end": case(
         [*BARRIER, GOOD_END],
         LeftRendezvous(),
         [finish_as(JobState.SUCCEEDED, FINISHED, 0, 1)],
         P.DONE,
     ),
-    row(
-        "leaving: left after a failure elsewhere",
+    "leaving: left after a failure elsewhere": case(
         [*RUNNING, CONCLUDE, group_stopped()],
         LeftRendezvous(),
         [attempt_failed(7, failure(9, host="b")), CONCLUDED],
         P.DONE,
     ),
-    row(
-        "leaving: left, without any attempt",
+    "leaving: left, without any attempt": case(
         [*JOINED, CONCLUDE],
         LeftRendezvous(),
         [attempt_failed(0, failure(9, host="b")), CONCLUDED],
         P.DONE,
     ),
-    row("leaving: start round", [*JOINED, STOP], start_round(7), [], P.LEAVING),
-    row("leaving: end job", [*JOINED, STOP], CONCLUDE, [], P.LEAVING),
-    row("leaving: a second stop", [*JOINED, STOP], SIGNAL, [], P.LEAVING),
-]
+    "leaving: start round": case([*JOINED, STOP], start_round(7), [], P.LEAVING),
+    "leaving: end job": case([*JOINED, STOP], CONCLUDE, [], P.LEAVING),
+    "leaving: a second stop": case([*JOINED, STOP], SIGNAL, [], P.LEAVING),
+}
 
 
 def test_a_node_leaves_at_once_where_rounds_may_overlap() -> None:
@@ -789,8 +650,8 @@ def test_a_node_leaves_at_once_where_rounds_may_overlap() -> None:
 
 @pytest.mark.parametrize(
     ("before", "happening", "effects", "phase"),
-    [case[1:] for case in ROWS],
-    ids=[case[0] for case in ROWS],
+    ROWS.values(),
+    ids=ROWS,
 )
 def test_each_row_of_the_table(
     before: list[Input], happening: Input, effects: list[Effect], phase: P

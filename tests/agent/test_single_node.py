@@ -132,11 +132,10 @@ FINISHED = "all workers have finished"
 STARTING: list[Input] = [Start()]
 RUNNING: list[Input] = [Start(), STARTED]
 
-Row = tuple[str, list[Input], Input, list[Effect], P, dict[str, Any]]
+Row = tuple[list[Input], Input, list[Effect], P, dict[str, Any]]
 
 
-def row(
-    name: str,
+def case(
     before: list[Input],
     happening: Input,
     effects: list[Effect],
@@ -144,233 +143,171 @@ def row(
     options: dict[str, Any] | None = None,
 ) -> Row:
     """Return a case: what an input after others has as its effects, and the phase after that."""
-    return name, before, happening, effects, phase, options or {}
+    return before, happening, effects, phase, options or {}
 
 
-ROWS: list[Row] = [
-    row("new: start", [], Start(), [StartGroup(0, 0)], P.STARTING),
-    row(
-        "new: a stop is received", [], STOP, [finish_as(JobState.STOPPED, "enough", 143, 0)], P.DONE
+ROWS: dict[str, Row] = {
+    "new: start": case([], Start(), [StartGroup(0, 0)], P.STARTING),
+    "new: a stop is received": case(
+        [], STOP, [finish_as(JobState.STOPPED, "enough", 143, 0)], P.DONE
     ),
-    row("starting: group started", STARTING, STARTED, [], P.RUNNING),
-    row(
-        "starting: start failed",
-        STARTING,
-        start_failed(),
-        [stop_group("cannot run x: no")],
-        P.STOPPING,
+    "starting: group started": case(STARTING, STARTED, [], P.RUNNING),
+    "starting: start failed": case(
+        STARTING, start_failed(), [stop_group("cannot run x: no")], P.STOPPING
     ),
-    row("starting: a success", STARTING, ended(0), [], P.STARTING),
-    row("starting: a failure", STARTING, ended(1, BAD), [stop_group(FAILED)], P.STOPPING),
-    row(
-        "starting: group started, all done",
-        [Start(), ended(0), ended(1)],
-        STARTED,
-        [stop_group(FINISHED, leftovers=True)],
-        P.STOPPING,
+    "starting: a success": case(STARTING, ended(0), [], P.STARTING),
+    "starting: a failure": case(STARTING, ended(1, BAD), [stop_group(FAILED)], P.STOPPING),
+    "starting: group started, all done": case(
+        [Start(), ended(0), ended(1)], STARTED, [stop_group(FINISHED, leftovers=True)], P.STOPPING
     ),
-    row("starting: a stop is received", STARTING, STOP, [stop_group("enough")], P.STOPPING),
-    row("running: a success", RUNNING, ended(1), [], P.RUNNING),
-    row("running: the same success again", [*RUNNING, ended(1)], ended(1), [], P.RUNNING),
-    row(
-        "running: the last success",
-        [*RUNNING, ended(1)],
-        ended(0),
-        [stop_group(FINISHED, leftovers=True)],
-        P.STOPPING,
+    "starting: a stop is received": case(STARTING, STOP, [stop_group("enough")], P.STOPPING),
+    "running: a success": case(RUNNING, ended(1), [], P.RUNNING),
+    "running: the same success again": case([*RUNNING, ended(1)], ended(1), [], P.RUNNING),
+    "running: the last success": case(
+        [*RUNNING, ended(1)], ended(0), [stop_group(FINISHED, leftovers=True)], P.STOPPING
     ),
-    row("running: a failure", RUNNING, ended(1, BAD), [stop_group(FAILED)], P.STOPPING),
-    row("running: a lost peer", RUNNING, lost_peer(0), [BackOff(0, CAUSE_S)], P.RUNNING),
-    row(
-        "running: a lost peer, and its cause",
-        [*RUNNING, lost_peer(0)],
-        ended(1, BAD),
-        [CancelBackOff(), stop_group(FAILED)],
-        P.STOPPING,
+    "running: a failure": case(RUNNING, ended(1, BAD), [stop_group(FAILED)], P.STOPPING),
+    "running: a lost peer": case(RUNNING, lost_peer(0), [BackOff(0, CAUSE_S)], P.RUNNING),
+    "running: a lost peer, and its cause": case(
+        [*RUNNING, lost_peer(0)], ended(1, BAD), [CancelBackOff(), stop_group(FAILED)], P.STOPPING
     ),
-    row(
-        "running: a lost peer without a cause",
-        [*RUNNING, lost_peer(1)],
-        BackoffElapsed(0),
-        [stop_group(FAILED)],
-        P.STOPPING,
+    "running: a lost peer without a cause": case(
+        [*RUNNING, lost_peer(1)], BackoffElapsed(0), [stop_group(FAILED)], P.STOPPING
     ),
-    row(
-        "running: only lost peers",
-        [*RUNNING, lost_peer(1)],
-        lost_peer(0),
-        [CancelBackOff(), stop_group(FAILED)],
-        P.STOPPING,
+    "running: only lost peers": case(
+        [*RUNNING, lost_peer(1)], lost_peer(0), [CancelBackOff(), stop_group(FAILED)], P.STOPPING
     ),
-    row(
-        "running: the other worker had succeeded before its peer lost it",
-        [*RUNNING, ended(0)],
-        lost_peer(1),
-        [stop_group(FAILED)],
-        P.STOPPING,
+    "running: the other worker had succeeded before its peer lost it": case(
+        [*RUNNING, ended(0)], lost_peer(1), [stop_group(FAILED)], P.STOPPING
     ),
-    row(
-        "running: the other worker succeeds after its peer has lost it",
-        [*RUNNING, lost_peer(1)],
-        ended(0),
-        [CancelBackOff(), stop_group(FAILED)],
-        P.STOPPING,
+    "running: the other worker succeeds after its peer has lost it": case(
+        [*RUNNING, lost_peer(1)], ended(0), [CancelBackOff(), stop_group(FAILED)], P.STOPPING
     ),
-    row(
-        "running: a worker hangs while the cause of a lost peer is awaited",
+    "running: a worker hangs while the cause of a lost peer is awaited": case(
         [*RUNNING, lost_peer(0)],
         WorkerHung(0, 1, "no heartbeat"),
         [CancelBackOff(), stop_group("local rank 1: no heartbeat")],
         P.STOPPING,
     ),
-    row(
-        "running: a stop is received while the cause of a lost peer is awaited",
-        [*RUNNING, lost_peer(0)],
-        STOP,
-        [CancelBackOff(), stop_group("enough")],
-        P.STOPPING,
+    "running: a stop is received while the cause of a lost peer is awaited": case(
+        [*RUNNING, lost_peer(0)], STOP, [CancelBackOff(), stop_group("enough")], P.STOPPING
     ),
-    row(
-        "starting: a lost peer, and the others start",
-        [Start(), lost_peer(0)],
-        STARTED,
-        [],
-        P.RUNNING,
+    "starting: a lost peer, and the others start": case(
+        [Start(), lost_peer(0)], STARTED, [], P.RUNNING
     ),
-    row(
-        "stopping: stopped, failed, perhaps by a SIGTERM to all",
+    "stopping: stopped, failed, perhaps by a SIGTERM to all": case(
         [*RUNNING, leaving(1)],
         group_stopped(failure()),
         [BackOff(0, LEAVING_S)],
         P.DECIDING,
         ONE_MORE,
     ),
-    row(
-        "deciding: SIGTERM received after a failure",
+    "deciding: SIGTERM received after a failure": case(
         [*RUNNING, leaving(1), group_stopped(failure())],
         SIGNAL,
         [CancelBackOff(), finish_as(JobState.STOPPED, "SIGQUIT was received", 131, 0)],
         P.DONE,
         ONE_MORE,
     ),
-    row(
-        "deciding: no SIGTERM after a failure",
+    "deciding: no SIGTERM after a failure": case(
         [*RUNNING, leaving(1), group_stopped(failure())],
         BackoffElapsed(0),
         [published_failure(failure()), restarting(GRANTED), StartGroup(1, 1)],
         P.STARTING,
         ONE_MORE,
     ),
-    row(
-        "stopping: stopped, failed, and SIGTERM received meanwhile",
+    "stopping: stopped, failed, and SIGTERM received meanwhile": case(
         [*RUNNING, leaving(1), SIGNAL],
         group_stopped(failure()),
         [finish_as(JobState.STOPPED, "SIGQUIT was received", 131, 0)],
         P.DONE,
         ONE_MORE,
     ),
-    row(
-        "stopping: stopped, failed, and SIGTERM received just before",
+    "stopping: stopped, failed, and SIGTERM received just before": case(
         [*RUNNING, SIGNAL, leaving(1)],
         group_stopped(failure()),
         [finish_as(JobState.STOPPED, "SIGQUIT was received", 131, 0)],
         P.DONE,
         ONE_MORE,
     ),
-    row(
-        "stopping: stopped, failed without a restart, perhaps by a SIGTERM to all",
+    "stopping: stopped, failed without a restart, perhaps by a SIGTERM to all": case(
         [*RUNNING, leaving(1)],
         group_stopped(failure()),
         [published_failure(failure()), finish_as(JobState.FAILED, NO_MORE, 7, 0)],
         P.DONE,
     ),
-    row(
-        "running: a worker hangs",
+    "running: a worker hangs": case(
         RUNNING,
         WorkerHung(0, 1, "no heartbeat"),
         [stop_group("local rank 1: no heartbeat")],
         P.STOPPING,
     ),
-    row(
-        "stopping: a worker hangs",
-        [*RUNNING, ended(1, BAD)],
-        WorkerHung(0, 1, "no heartbeat"),
-        [],
-        P.STOPPING,
+    "stopping: a worker hangs": case(
+        [*RUNNING, ended(1, BAD)], WorkerHung(0, 1, "no heartbeat"), [], P.STOPPING
     ),
-    row(
-        "running: a failure by signal",
+    "running: a failure by signal": case(
         RUNNING,
         ended(0, ExitStatus(signal=9)),
         [stop_group("local rank 0 failed (killed by SIGKILL)")],
         P.STOPPING,
     ),
-    row(
-        "running: a lost status",
+    "running: a lost status": case(
         RUNNING,
         ended(0, ExitStatus()),
         [stop_group("local rank 0 failed (exit status lost)")],
         P.STOPPING,
     ),
-    row("running: a stop is received", RUNNING, STOP, [stop_group("enough")], P.STOPPING),
-    row("running: a signal", RUNNING, SIGNAL, [stop_group("SIGQUIT was received", 3)], P.STOPPING),
-    row("stopping: another failure", [*RUNNING, ended(1, BAD)], ended(0, BAD), [], P.STOPPING),
-    row("stopping: a stop is received", [*RUNNING, ended(1, BAD)], STOP, [], P.STOPPING),
-    row("stopping: started late", [Start(), ended(1, BAD)], STARTED, [], P.STOPPING),
-    row(
-        "stopping: stopped, all succeeded",
+    "running: a stop is received": case(RUNNING, STOP, [stop_group("enough")], P.STOPPING),
+    "running: a signal": case(RUNNING, SIGNAL, [stop_group("SIGQUIT was received", 3)], P.STOPPING),
+    "stopping: another failure": case([*RUNNING, ended(1, BAD)], ended(0, BAD), [], P.STOPPING),
+    "stopping: a stop is received": case([*RUNNING, ended(1, BAD)], STOP, [], P.STOPPING),
+    "stopping: started late": case([Start(), ended(1, BAD)], STARTED, [], P.STOPPING),
+    "stopping: stopped, all succeeded": case(
         [*RUNNING, ended(0), ended(1)],
         group_stopped(),
         [finish_as(JobState.SUCCEEDED, FINISHED, 0, 0)],
         P.DONE,
     ),
-    row(
-        "stopping: stopped, all succeeded although a stop was received",
+    "stopping: stopped, all succeeded although a stop was received": case(
         [*RUNNING, ended(0), ended(1), STOP],
         group_stopped(),
         [finish_as(JobState.SUCCEEDED, FINISHED, 0, 0)],
         P.DONE,
     ),
-    row(
-        "stopping: stopped, a stop is received",
+    "stopping: stopped, a stop is received": case(
         [*RUNNING, STOP],
         group_stopped(),
         [finish_as(JobState.STOPPED, "enough", 143, 0)],
         P.DONE,
         ONE_MORE,
     ),
-    row(
-        "stopping: stopped, signal received",
+    "stopping: stopped, signal received": case(
         [*RUNNING, SIGNAL],
         group_stopped(),
         [finish_as(JobState.STOPPED, "SIGQUIT was received", 131, 0)],
         P.DONE,
         ONE_MORE,
     ),
-    row(
-        "stopping: stopped, failed, no restarts",
+    "stopping: stopped, failed, no restarts": case(
         [*RUNNING, ended(1, BAD)],
         group_stopped(failure(3), failure(5)),
         [published_failure(failure(3), failure(5)), finish_as(JobState.FAILED, NO_MORE, 3, 0)],
         P.DONE,
     ),
-    row(
-        "stopping: stopped, killed, no restarts",
+    "stopping: stopped, killed, no restarts": case(
         [*RUNNING, ended(1, BAD)],
         group_stopped(failure(signal=9)),
         [published_failure(failure(signal=9)), finish_as(JobState.FAILED, NO_MORE, 137, 0)],
         P.DONE,
     ),
-    row(
-        "stopping: stopped, failed, restart at once",
+    "stopping: stopped, failed, restart at once": case(
         [*RUNNING, ended(1, BAD)],
         group_stopped(failure()),
         [published_failure(failure()), restarting(GRANTED), StartGroup(1, 1)],
         P.STARTING,
         ONE_MORE,
     ),
-    row(
-        "stopping: stopped, failed, restart later",
+    "stopping: stopped, failed, restart later": case(
         [*RUNNING, ended(1, BAD)],
         group_stopped(failure()),
         [
@@ -381,39 +318,34 @@ ROWS: list[Row] = [
         P.BACKING_OFF,
         LATER,
     ),
-    row(
-        "stopping: stopped, failed, callback",
+    "stopping: stopped, failed, callback": case(
         [*RUNNING, ended(1, BAD)],
         group_stopped(failure()),
         [published_failure(failure()), CallDecide(0, failure())],
         P.DECIDING,
         ASKING,
     ),
-    row(
-        "stopping: stopped, failed, a stop replaces the restart",
+    "stopping: stopped, failed, a stop replaces the restart": case(
         [*RUNNING, ended(1, BAD), STOP],
         group_stopped(failure()),
         [published_failure(failure()), finish_as(JobState.STOPPED, "enough", 143, 0)],
         P.DONE,
         ONE_MORE,
     ),
-    row(
-        "stopping: stopped, failed, a stop replaces the callback",
+    "stopping: stopped, failed, a stop replaces the callback": case(
         [*RUNNING, ended(1, BAD), STOP],
         group_stopped(failure()),
         [published_failure(failure()), finish_as(JobState.STOPPED, "enough", 143, 0)],
         P.DONE,
         ASKING,
     ),
-    row(
-        "stopping: stopped, failed, no restart that a stop could prevent",
+    "stopping: stopped, failed, no restart that a stop could prevent": case(
         [*RUNNING, ended(1, BAD), STOP],
         group_stopped(failure()),
         [published_failure(failure()), finish_as(JobState.FAILED, NO_MORE, 7, 0)],
         P.DONE,
     ),
-    row(
-        "stopping: stopped, start failed for good",
+    "stopping: stopped, start failed for good": case(
         [Start(), start_failed(permanent=True)],
         group_stopped(failure(1)),
         [
@@ -423,129 +355,106 @@ ROWS: list[Row] = [
         P.DONE,
         ONE_MORE,
     ),
-    row(
-        "stopping: stopped, start failed for now",
+    "stopping: stopped, start failed for now": case(
         [Start(), start_failed()],
         group_stopped(failure(1)),
         [published_failure(failure(1)), restarting(GRANTED), StartGroup(1, 1)],
         P.STARTING,
         ONE_MORE,
     ),
-    row(
-        "deciding: restart",
+    "deciding: restart": case(
         [*RUNNING, ended(1, BAD), group_stopped(failure())],
         DecisionMade(0, RestartAction.RESTART),
         [restarting(f"{GRANTED}, restart.decide returned RESTART"), StartGroup(1, 1)],
         P.STARTING,
         ASKING,
     ),
-    row(
-        "deciding: default",
+    "deciding: default": case(
         [*RUNNING, ended(1, BAD), group_stopped(failure())],
         DecisionMade(0, RestartAction.DEFAULT),
         [restarting(GRANTED), StartGroup(1, 1)],
         P.STARTING,
         ASKING,
     ),
-    row(
-        "deciding: give up",
+    "deciding: give up": case(
         [*RUNNING, ended(1, BAD), group_stopped(failure())],
         DecisionMade(0, RestartAction.GIVE_UP),
         [finish_as(JobState.FAILED, "restart.decide returned GIVE_UP", 7, 0)],
         P.DONE,
         ASKING,
     ),
-    row(
-        "deciding: a stop is received",
+    "deciding: a stop is received": case(
         [*RUNNING, ended(1, BAD), group_stopped(failure())],
         SIGNAL,
         [CancelBackOff(), finish_as(JobState.STOPPED, "SIGQUIT was received", 131, 0)],
         P.DONE,
         ASKING,
     ),
-    row(
-        "backing off: elapsed",
+    "backing off: elapsed": case(
         [*RUNNING, ended(1, BAD), group_stopped(failure())],
         BackoffElapsed(1),
         [StartGroup(1, 1)],
         P.STARTING,
         LATER,
     ),
-    row(
-        "backing off: a stop is received",
+    "backing off: a stop is received": case(
         [*RUNNING, ended(1, BAD), group_stopped(failure())],
         STOP,
         [CancelBackOff(), finish_as(JobState.STOPPED, "enough", 143, 1)],
         P.DONE,
         LATER,
     ),
-    row("starting: a restart is requested", STARTING, AGAIN, [stop_group("new data")], P.STOPPING),
-    row(
-        "stopping for a requested restart: group stopped",
+    "starting: a restart is requested": case(STARTING, AGAIN, [stop_group("new data")], P.STOPPING),
+    "stopping for a requested restart: group stopped": case(
         [*RUNNING, AGAIN],
         group_stopped(),
         [Publish(Restarting(attempt=1, why="new data", delay=0.0, restarts=0)), StartGroup(1, 0)],
         P.STARTING,
     ),
-    row(
-        "stopping for a requested restart: a worker has failed by itself",
+    "stopping for a requested restart: a worker has failed by itself": case(
         [*RUNNING, AGAIN],
         group_stopped(failure()),
         [published_failure(failure()), finish_as(JobState.FAILED, NO_MORE, 7, 0)],
         P.DONE,
     ),
-    row(
-        "stopping for a requested restart: a process could not be killed",
+    "stopping for a requested restart: a process could not be killed": case(
         [*RUNNING, AGAIN],
         GroupStopped(0, 20.0, (), has_survivors=True),
         [finish_as(JobState.FAILED, "a process could not be killed", 1, 0)],
         P.DONE,
     ),
-    row(
-        "stopping for a requested restart, and then a stop: group stopped",
+    "stopping for a requested restart, and then a stop: group stopped": case(
         [*RUNNING, AGAIN, STOP],
         group_stopped(),
         [finish_as(JobState.STOPPED, "enough", 143, 0)],
         P.DONE,
     ),
-    row(
-        "stopping: a restart is requested",
-        [*RUNNING, ended(1, BAD)],
-        AGAIN,
-        [],
-        P.STOPPING,
-        ONE_MORE,
+    "stopping: a restart is requested": case(
+        [*RUNNING, ended(1, BAD)], AGAIN, [], P.STOPPING, ONE_MORE
     ),
-    row(
-        "stopping after success: a restart is requested",
+    "stopping after success: a restart is requested": case(
         [*RUNNING, ended(0), ended(1), AGAIN],
         group_stopped(),
         [finish_as(JobState.SUCCEEDED, FINISHED, 0, 0)],
         P.DONE,
     ),
-    row(
-        "deciding: a restart is requested",
-        [*RUNNING, ended(1, BAD), group_stopped(failure())],
-        AGAIN,
-        [],
-        P.DECIDING,
-        ASKING,
+    "deciding: a restart is requested": case(
+        [*RUNNING, ended(1, BAD), group_stopped(failure())], AGAIN, [], P.DECIDING, ASKING
     ),
-    row(
-        "backing off: a restart is requested",
+    "backing off: a restart is requested": case(
         [*RUNNING, ended(1, BAD), group_stopped(failure())],
         AGAIN,
         [CancelBackOff(), StartGroup(1, 1)],
         P.STARTING,
         LATER,
     ),
-]
+}
 
 
 @pytest.mark.parametrize(
     ("before", "happening", "effects", "phase", "options"),
-    [case[1:] for case in ROWS],
-    ids=[case[0] for case in ROWS],
+    ROWS.values(),
+    ids=ROWS,
 )
 def test_each_row_of_the_table(
     before: list[Input],
