@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elastic_aio.process import proc
-from elastic_aio.watch.polled import find_stuck
+from elastic_aio.watch.watchdog import find_stuck
 
 
 async def test_many_short_calls_are_no_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
