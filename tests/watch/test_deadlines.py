@@ -23,75 +23,64 @@ def reasons(table: DeadlineTable, now: float) -> list[str]:
 
 
 # Limits, messages as (time, content), and the time and the reason of the first missed deadline.
-CASES: list[tuple[dict[str, float], list[tuple[float, bytes]], float | None, str]] = [
-    ({}, [], None, ""),
-    ({"idle_report": 1}, [], None, ""),
+Case = tuple[dict[str, float], list[tuple[float, bytes]], float | None, str]
+
+
+def case(
+    limits: dict[str, float], messages: list[tuple[float, bytes]], at: float | None, reason: str
+) -> Case:
+    return limits, messages, at, reason
+
+
+HEARTBEAT = {"heartbeat_timeout": 5.0}
+PROGRESS = {"progress_timeout": 5.0}
+SILENT = "no heartbeat for 5 s (heartbeat timeout)"
+CASES: list[Case] = [
+    case({}, [], None, ""),
+    case({"idle_report": 1}, [], None, ""),
     # From the start, and from the last message, whatever it says.
-    ({"heartbeat_timeout": 5}, [], 105, "no heartbeat for 5 s (heartbeat timeout)"),
-    (
-        {"heartbeat_timeout": 5},
-        [(104, b"WATCHDOG=1")],
-        109,
-        "no heartbeat for 5 s (heartbeat timeout)",
-    ),
-    (
-        {"heartbeat_timeout": 5},
-        [(104, b"STATUS=loading\nMAINPID=1\n")],
-        109,
-        "no heartbeat for 5 s (heartbeat timeout), last status 'loading'",
+    case(HEARTBEAT, [], 105, SILENT),
+    case(HEARTBEAT, [(104, b"WATCHDOG=1")], 109, SILENT),
+    case(
+        HEARTBEAT, [(104, b"STATUS=loading\nMAINPID=1\n")], 109, f"{SILENT}, last status 'loading'"
     ),
     # What is no message is no heartbeat.
-    ({"heartbeat_timeout": 5}, [(104, b"hello")], 105, "no heartbeat for 5 s (heartbeat timeout)"),
-    (
-        {"heartbeat_timeout": 5},
-        [(104, b"X=" + b"x" * MESSAGE_MAX)],
-        105,
-        "no heartbeat for 5 s (heartbeat timeout)",
-    ),
+    case(HEARTBEAT, [(104, b"hello")], 105, SILENT),
+    case(HEARTBEAT, [(104, b"X=" + b"x" * MESSAGE_MAX)], 105, SILENT),
     # Not before it is ready.
-    (
+    case(
         {"heartbeat_timeout": 5, "ready_timeout": 60},
         [(101, b"WATCHDOG=1")],
         160,
         "not ready 60 s after its start (ready timeout)",
     ),
-    (
-        {"heartbeat_timeout": 5, "ready_timeout": 60},
-        [(150, b"READY=1\n")],
-        155,
-        "no heartbeat for 5 s (heartbeat timeout)",
-    ),
-    ({"ready_timeout": 60}, [(150, b"READY=1")], None, ""),
-    ({"ready_timeout": 60}, [(150, b"READY=0")], 160, "not ready 60 s after"),
+    case({"heartbeat_timeout": 5, "ready_timeout": 60}, [(150, b"READY=1\n")], 155, SILENT),
+    case({"ready_timeout": 60}, [(150, b"READY=1")], None, ""),
+    case({"ready_timeout": 60}, [(150, b"READY=0")], 160, "not ready 60 s after"),
     # The same step is no progress.
-    (
-        {"progress_timeout": 5},
+    case(
+        PROGRESS,
         [(103, b"PROGRESS=7"), (104, b"PROGRESS=7"), (105, b"WATCHDOG=1")],
         108,
         "no progress for 5 s (progress timeout), at step 7",
     ),
-    ({"progress_timeout": 5}, [(103, b"PROGRESS=7"), (104, b"PROGRESS=8")], 109, "no progress"),
+    case(PROGRESS, [(103, b"PROGRESS=7"), (104, b"PROGRESS=8")], 109, "no progress"),
     # A phase with a limit replaces the other deadlines, until it ends.
-    (
+    case(
         {"heartbeat_timeout": 5, "progress_timeout": 5},
         [(101, b"PHASE=checkpoint\nPHASE_TIMEOUT_USEC=60000000")],
         161,
         "phase 'checkpoint' has not ended after 60 s",
     ),
-    (
-        {"progress_timeout": 5},
+    case(
+        PROGRESS,
         [(101, b"PHASE=checkpoint\nPHASE_TIMEOUT_USEC=60000000"), (140, b"PHASE_END=checkpoint")],
         145,
         "no progress for 5 s",
     ),
-    (
-        {"heartbeat_timeout": 5},
-        [(101, b"PHASE=load")],
-        106,
-        "no heartbeat for 5 s (heartbeat timeout), in phase 'load'",
-    ),
+    case(HEARTBEAT, [(101, b"PHASE=load")], 106, f"{SILENT}, in phase 'load'"),
     # The end of an outer phase ends those inside; the end of an unknown one nothing.
-    (
+    case(
         {},
         [
             (101, b"PHASE=a\nPHASE_TIMEOUT_USEC=60000000"),
@@ -101,7 +90,7 @@ CASES: list[tuple[dict[str, float], list[tuple[float, bytes]], float | None, str
         103,
         "phase 'b' has not ended after 1 s",
     ),
-    (
+    case(
         {},
         [
             (101, b"PHASE=a\nPHASE_TIMEOUT_USEC=60000000"),
@@ -112,10 +101,10 @@ CASES: list[tuple[dict[str, float], list[tuple[float, bytes]], float | None, str
         "",
     ),
     # sd_notify(3).
-    ({"heartbeat_timeout": 5}, [(104, b"STOPPING=1")], None, ""),
-    ({"heartbeat_timeout": 5}, [(104, b"EXTEND_TIMEOUT_USEC=30000000")], 134, "no heartbeat"),
-    ({"heartbeat_timeout": 5}, [(104, b"EXTEND_TIMEOUT_USEC=1e9")], 109, "no heartbeat"),
-    ({}, [(104, b"WATCHDOG=trigger")], 0, "the worker asked to be ended (WATCHDOG=trigger)"),
+    case(HEARTBEAT, [(104, b"STOPPING=1")], None, ""),
+    case(HEARTBEAT, [(104, b"EXTEND_TIMEOUT_USEC=30000000")], 134, "no heartbeat"),
+    case(HEARTBEAT, [(104, b"EXTEND_TIMEOUT_USEC=1e9")], 109, "no heartbeat"),
+    case({}, [(104, b"WATCHDOG=trigger")], 0, "the worker asked to be ended (WATCHDOG=trigger)"),
 ]
 
 

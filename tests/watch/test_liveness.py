@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,7 @@ from elastic_aio import (
     WorkersUnfinished,
     launch,
 )
+from elastic_aio.agent import runtime
 from elastic_aio.agent.liveness import Liveness
 from elastic_aio.aio import PausableClock
 from elastic_aio.process.tree import ProcessTree
@@ -339,7 +341,7 @@ async def test_workers_that_run_long_after_a_success_are_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The job goes on."""
-    monkeypatch.setattr(Liveness.__init__, "__kwdefaults__", {"unfinished_after": 0.2})
+    monkeypatch.setattr(runtime, "Liveness", partial(Liveness, unfinished_after=0.2))
     spec = LaunchSpec(bash("[ $RANK = 1 ] || exec sleep 99"), nproc_per_node=3)
     events: list[Event] = []
     async with Agent(spec, listeners=[events.append]) as agent:
