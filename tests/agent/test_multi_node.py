@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 from msgspec.structs import replace
 
 from elastic_aio.agent.machine import AgentPhase as P
@@ -73,6 +73,7 @@ from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import CAUSE_S
 from elastic_aio.spec.stop import StopPlan, StopStep
 from elastic_aio.text import escape_surrogates
+from tests.support.simulated_driver import SimulatedDriver
 
 PLAN = StopPlan((StopStep(2, 5.0), StopStep(15, 3.0)))
 OK = ExitStatus(code=0)
@@ -791,78 +792,60 @@ def test_a_repr_shows_phase_and_attempt() -> None:
 # -------------------------------------------------------------- random sequences of inputs
 
 
-class Members(RuleBasedStateMachine):
-    """A simulated driver and rendezvous: possible inputs come in random order."""
+class Members(SimulatedDriver):
+    """A rendezvous that gives instructions in random order."""
+
+    may_survive = True
+
+    def failure_of(self, local_rank: int, code: int = 7) -> Failure:
+        return failure(local_rank, code=code)
 
     @initialize(nproc=st.integers(1, 3))
     def begin(self, nproc: int) -> None:
-        self.nproc = nproc
-        self.machine = machine(nproc=nproc)
-        self.now = 0.0
-        self.live: int | None = None  # attempt of the group that exists
         self.live_round = -1
-        self.spawning = self.stopping = False
-        self.running: set[int] = set()
-        self.failures: list[Failure] = []
         self.barrier: int | None = None
         self.joined = self.leaving = self.left = self.is_draining = False
         self.newest = -1  # round of the newest instruction
         self.owed: int | None = None  # round of the newest StartRound or StopRound without a report
         self.started: list[int] = []
         self.reports: list[Any] = []
-        self.finishes: list[Finish] = []
         self.failing_reported: set[int] = set()
         self.ending: JobOutcome | None = None
-        self.stop_asked = False
-        self.perform(self.machine.handle(Start()))
+        self.begin_with(machine(nproc=nproc), nproc)
 
-    def handle(self, happening: Input) -> None:
-        self.perform(self.machine.handle(happening))
-
-    def perform(self, effects: list[Effect]) -> None:
-        for position, effect in enumerate(effects):
-            assert not self.finishes, "nothing comes after the end"
-            match effect:
-                case Join():
-                    assert not self.joined
-                    self.joined = True
-                case StartGroup(attempt, restarts, place):
-                    assert self.live is None, "never two groups at once"
-                    assert self.barrier is None
-                    assert not self.leaving, "a node that leaves starts no group"
-                    assert place is not None
-                    assert place.round == self.newest, "only the newest round is begun"
-                    assert (place.attempt, place.restarts) == (attempt, restarts)
-                    assert all(attempt > former for former in self.started)
-                    self.started.append(attempt)
-                    self.live, self.live_round = attempt, place.round
-                    self.spawning, self.stopping = True, False
-                    self.running, self.failures = set(), []
-                case StopGroup(attempt):
-                    assert attempt == self.live
-                    assert not self.stopping, "a group is stopped once"
-                    self.stopping = True
-                case StartBarrier(attempt):
-                    assert self.live is None
-                    assert self.barrier is None
-                    self.barrier = attempt
-                case CancelBackOff():
-                    assert self.barrier is not None
-                    self.barrier = None
-                case SendReport(report):
-                    self.check_report(report)
-                case Leave():
-                    assert self.joined
-                    assert not self.leaving, "a node leaves once"
-                    self.leaving = True
-                case Publish(AttemptFailed() as event):
-                    assert event.root == event.failures[0]
-                case Finish():
-                    assert position == len(effects) - 1
-                    assert self.live is None, "the end comes when nothing is left"
-                    assert self.barrier is None
-                    assert self.left, "the end comes when this node has left"
-                    self.finishes.append(effect)
+    def perform_one(self, effect: Effect) -> None:
+        match effect:
+            case Join():
+                assert not self.joined
+                self.joined = True
+            case StartGroup(attempt, restarts, place):
+                assert self.barrier is None
+                assert not self.leaving, "a node that leaves starts no group"
+                assert place is not None
+                assert place.round == self.newest, "only the newest round is begun"
+                assert (place.attempt, place.restarts) == (attempt, restarts)
+                assert all(attempt > former for former in self.started)
+                self.started.append(attempt)
+                self.live_round = place.round
+            case StartBarrier(attempt):
+                assert self.live is None
+                assert self.barrier is None
+                self.barrier = attempt
+            case CancelBackOff():
+                assert self.barrier is not None
+                self.barrier = None
+            case SendReport(report):
+                self.check_report(report)
+            case Leave():
+                assert self.joined
+                assert not self.leaving, "a node leaves once"
+                self.leaving = True
+            case Publish(AttemptFailed() as event):
+                assert event.root == event.failures[0]
+            case Finish():
+                assert self.barrier is None
+                assert self.left, "the end comes when this node has left"
+        super().perform_one(effect)
 
     def check_report(self, report: Any) -> None:
         assert not self.leaving, "a node that has left sends no report"
@@ -887,30 +870,6 @@ class Members(RuleBasedStateMachine):
         if report.round == self.owed:
             self.owed = None
 
-    @precondition(lambda self: self.spawning and len(self.running) < self.nproc)
-    @rule()
-    def a_worker_starts(self) -> None:
-        if not self.stopping:
-            self.running.add(len(self.running))
-
-    @precondition(lambda self: self.spawning)
-    @rule()
-    def the_group_has_started(self) -> None:
-        assert self.live is not None
-        self.spawning = False
-        if not self.stopping:
-            self.running = set(range(self.nproc))
-        self.now += 1
-        self.handle(GroupStarted(self.live, self.now))
-
-    @precondition(lambda self: self.spawning)
-    @rule(permanent=st.booleans())
-    def the_start_fails(self, permanent: bool) -> None:
-        assert self.live is not None
-        self.spawning = False
-        self.failures.append(failure(len(self.running), code=1))
-        self.handle(StartFailed(self.live, "cannot run x: no", permanent, 1, 0))
-
     @precondition(lambda self: self.running)
     @rule(data=st.data(), status=st.sampled_from([OK, OK, BAD, ExitStatus(signal=9)]))
     def a_worker_ends(self, data: st.DataObject, status: ExitStatus) -> None:
@@ -920,15 +879,6 @@ class Members(RuleBasedStateMachine):
         if not status.is_success and not self.stopping:
             self.failures.append(failure(rank))
         self.handle(WorkerEnded(self.live, rank, status, is_victim=self.stopping))
-
-    @precondition(lambda self: self.stopping and not self.spawning)
-    @rule(survivors=st.sampled_from([False, False, False, True]))
-    def the_group_is_gone(self, survivors: bool) -> None:
-        assert self.live is not None
-        attempt, self.live, self.stopping = self.live, None, False
-        self.running = set()
-        self.now += 1
-        self.handle(GroupStopped(attempt, self.now, tuple(self.failures), survivors))
 
     @precondition(lambda self: self.barrier is not None)
     @rule()
@@ -974,11 +924,6 @@ class Members(RuleBasedStateMachine):
             self.ending = ENDING
         self.handle(CONCLUDE)
 
-    @rule(signal=st.sampled_from([None, 2, 15]))
-    def a_stop_is_requested(self, signal: int | None) -> None:
-        self.stop_asked = True
-        self.handle(StopReceived("enough", signal))
-
     @rule(
         make=st.sampled_from(
             [
@@ -992,14 +937,7 @@ class Members(RuleBasedStateMachine):
         age=st.integers(1, 3),
     )
     def a_late_answer_comes(self, make: Callable[[int], Input], age: int) -> None:
-        before = repr(self.machine)
-        assert self.machine.handle(make(self.machine.attempt - age)) == []
-        assert repr(self.machine) == before
-
-    @invariant()
-    def the_end_comes_once(self) -> None:
-        assert len(self.finishes) <= 1
-        assert bool(self.finishes) == (self.machine.phase is P.DONE)
+        self.check_late(make(self.machine.attempt - age))
 
     @invariant()
     def every_instruction_is_answered(self) -> None:
@@ -1023,9 +961,6 @@ class Members(RuleBasedStateMachine):
     @invariant()
     def the_result_fits(self) -> None:
         for finish in (effect.outcome for effect in self.finishes):
-            assert (finish.exit_code == 0) == (finish.state is JobState.SUCCEEDED)
-            if finish.state is JobState.STOPPED:
-                assert self.stop_asked
             if finish.state is JobState.FAILED:
                 assert self.ending is not None
                 assert finish.exit_code == self.ending.exit_code

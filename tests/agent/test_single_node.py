@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from elastic_aio.agent.machine import AgentPhase as P
 from elastic_aio.agent.machine import (
@@ -40,6 +40,7 @@ from elastic_aio.outcome import ExitStatus, Failure, JobOutcome, JobState
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.restart import CAUSE_S, LEAVING_S, Backoff, RestartAction, RestartPolicy
 from elastic_aio.spec.stop import StopPlan, StopStep
+from tests.support.simulated_driver import SimulatedDriver
 
 PLAN = StopPlan((StopStep(2, 5.0), StopStep(15, 3.0)))
 OK = ExitStatus(code=0)
@@ -678,8 +679,11 @@ def test_a_healthy_attempt_resets_the_delay() -> None:
 # -------------------------------------------------------------- random sequences of inputs
 
 
-class Jobs(RuleBasedStateMachine):
-    """A simulated driver: possible inputs come in random order."""
+class Jobs(SimulatedDriver):
+    """The policy restarts workers that fail."""
+
+    def failure_of(self, local_rank: int, code: int = 7) -> Failure:
+        return failure(code, local_rank=local_rank)
 
     @initialize(
         nproc=st.integers(1, 3),
@@ -688,89 +692,42 @@ class Jobs(RuleBasedStateMachine):
         waits=st.booleans(),
     )
     def begin(self, nproc: int, max_restarts: int, asks: bool, waits: bool) -> None:
-        self.nproc, self.max_restarts = nproc, max_restarts
+        self.max_restarts = max_restarts
         may_restart = max_restarts > 0
         policy = RestartPolicy(
             decide=never_called if asks and may_restart else None,
             backoff=Backoff(initial=1, jitter=False) if waits and may_restart else None,
         )
-        self.machine = machine(nproc=nproc, max_restarts=max_restarts, restart=policy)
-        self.now = 0.0
-        self.live: int | None = None  # attempt of the group that exists
-        self.spawning = self.stopping = False
-        self.running: set[int] = set()
-        self.failures: list[Failure] = []
         self.asked: int | None = None
         self.waiting: int | None = None
-        self.finishes: list[Finish] = []
         self.starts: list[StartGroup] = []
-        self.restarts_published = 0
-        self.stop_asked = False
-        self.requests = 0
-        self.perform(self.machine.handle(Start()))
+        self.restarts_published = self.requests = 0
+        one = machine(nproc=nproc, max_restarts=max_restarts, restart=policy)
+        self.begin_with(one, nproc)
 
-    def handle(self, happening: Input) -> None:
-        self.perform(self.machine.handle(happening))
-
-    def perform(self, effects: list[Effect]) -> None:
-        for position, effect in enumerate(effects):
-            assert not self.finishes, "nothing comes after the end"
-            match effect:
-                case StartGroup(attempt, restarts):
-                    assert self.live is None, "never two groups at once"
-                    assert attempt == len(self.starts)
-                    assert restarts == self.machine.restarts
-                    assert self.asked is None
-                    assert self.waiting is None
-                    self.starts.append(effect)
-                    self.live, self.spawning, self.stopping = attempt, True, False
-                    self.running, self.failures = set(), []
-                case StopGroup(attempt):
-                    assert attempt == self.live
-                    assert not self.stopping, "a group is stopped once"
-                    self.stopping = True
-                case CallDecide(attempt):
-                    assert self.live is None
-                    self.asked = attempt
-                case BackOff(attempt, delay):
-                    assert self.waiting is None
-                    assert not self.stopping
-                    assert delay > 0
-                    self.waiting = attempt
-                case CancelBackOff():
-                    assert self.asked is not None or self.waiting is not None
-                    self.asked = self.waiting = None
-                case Publish(event):
-                    if isinstance(event, Restarting):
-                        self.restarts_published = event.restarts
-                case Finish():
-                    assert position == len(effects) - 1
-                    assert self.live is None, "the end comes when nothing is left"
-                    self.finishes.append(effect)
-
-    @precondition(lambda self: self.spawning and len(self.running) < self.nproc)
-    @rule()
-    def a_worker_starts(self) -> None:
-        if not self.stopping:
-            self.running.add(len(self.running))
-
-    @precondition(lambda self: self.spawning)
-    @rule()
-    def the_group_has_started(self) -> None:
-        assert self.live is not None
-        self.spawning = False
-        if not self.stopping:
-            self.running = set(range(self.nproc))
-        self.now += 1
-        self.handle(GroupStarted(self.live, self.now))
-
-    @precondition(lambda self: self.spawning)
-    @rule(permanent=st.booleans())
-    def the_start_fails(self, permanent: bool) -> None:
-        assert self.live is not None
-        self.spawning = False
-        self.failures.append(failure(1, local_rank=len(self.running)))
-        self.handle(start_failed(permanent=permanent, attempt=self.live))
+    def perform_one(self, effect: Effect) -> None:
+        match effect:
+            case StartGroup(attempt, restarts):
+                assert attempt == len(self.starts)
+                assert restarts == self.machine.restarts
+                assert self.asked is None
+                assert self.waiting is None
+                self.starts.append(effect)
+            case CallDecide(attempt):
+                assert self.live is None
+                self.asked = attempt
+            case BackOff(attempt, delay):
+                assert self.waiting is None
+                assert not self.stopping
+                assert delay > 0
+                self.waiting = attempt
+            case CancelBackOff():
+                assert self.asked is not None or self.waiting is not None
+                self.asked = self.waiting = None
+            case Publish(event):
+                if isinstance(event, Restarting):
+                    self.restarts_published = event.restarts
+        super().perform_one(effect)
 
     @precondition(lambda self: self.running)
     @rule(
@@ -790,15 +747,6 @@ class Jobs(RuleBasedStateMachine):
         is_victim = self.stopping
         more = is_lost_peer and not is_victim, may_be_leaving and not is_victim
         self.handle(WorkerEnded(self.live, rank, status, is_victim, *more))
-
-    @precondition(lambda self: self.stopping and not self.spawning)
-    @rule()
-    def the_group_is_gone(self) -> None:
-        assert self.live is not None
-        attempt, self.live, self.stopping = self.live, None, False
-        self.running = set()
-        self.now += 1
-        self.handle(GroupStopped(attempt, self.now, tuple(self.failures)))
 
     @precondition(lambda self: self.asked is not None)
     @rule(action=st.sampled_from(RestartAction))
@@ -821,11 +769,6 @@ class Jobs(RuleBasedStateMachine):
         attempt, self.waiting = self.waiting, None
         self.handle(BackoffElapsed(attempt))
 
-    @rule(signal=st.sampled_from([None, 2, 15]))
-    def a_stop_is_requested(self, signal: int | None) -> None:
-        self.stop_asked = True
-        self.handle(StopReceived("enough", signal))
-
     @rule()
     def a_restart_is_requested(self) -> None:
         self.requests += 1
@@ -846,20 +789,13 @@ class Jobs(RuleBasedStateMachine):
         age=st.integers(1, 3),
     )
     def a_late_answer_comes(self, make: Callable[[int], Input], age: int) -> None:
-        before = repr(self.machine)
-        assert self.machine.handle(make(self.machine.attempt - age)) == []
-        assert repr(self.machine) == before
+        self.check_late(make(self.machine.attempt - age))
 
     @invariant()
     def the_budget_holds(self) -> None:
         assert self.machine.restarts <= self.max_restarts
         assert self.restarts_published == self.machine.restarts
         assert len(self.starts) <= self.max_restarts + 1 + self.requests
-
-    @invariant()
-    def the_end_comes_once(self) -> None:
-        assert len(self.finishes) <= 1
-        assert bool(self.finishes) == (self.machine.phase is P.DONE)
 
     @invariant()
     def something_is_always_under_way(self) -> None:
@@ -873,11 +809,7 @@ class Jobs(RuleBasedStateMachine):
 
     @invariant()
     def the_result_fits(self) -> None:
-        for finish in (effect.outcome for effect in self.finishes):
-            assert finish.restarts == self.machine.restarts
-            assert (finish.exit_code == 0) == (finish.state is JobState.SUCCEEDED)
-            if finish.state is JobState.STOPPED:
-                assert self.stop_asked
+        assert all(one.outcome.restarts == self.machine.restarts for one in self.finishes)
 
 
 Jobs.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
