@@ -17,7 +17,6 @@ which would be a twentieth of a start, and both keep an argument as it is given.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +30,8 @@ from elastic_aio.value import dataclass_fields
 Kept = TypeVar("Kept", covariant=True)
 Accepted = TypeVar("Accepted", contravariant=True)
 Copied = TypeVar("Copied", bound="SpecValue")
+
+_POSITIONAL: Final = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 REQUIRED: Final[Any] = inspect.Parameter.empty
 """The default of a field that has none."""
@@ -146,14 +147,10 @@ class _DataclassFields:
         found = []
         for name, each in owner.__spec_fields__.items():
             default = {} if each.default is REQUIRED else {"default": each.default}
-            if type(each.default).__hash__ is None:  # a read-only mapping, which is no default
-                default = {"default_factory": functools.partial(_same, each.default)}
+            if isinstance(each.default, Mapping):  # which `dataclasses` accepts from a factory only
+                default = {"default_factory": dict(each.default).copy}
             found.append((name, owner.__annotations__.get(name, Any), default, each.is_hidden))
         return dataclass_fields(owner, found)
-
-
-def _same(value: object) -> object:
-    return value
 
 
 class _Signature:
@@ -162,22 +159,18 @@ class _Signature:
     def __get__(self, value: object, owner: type[SpecValue]) -> inspect.Signature:
         if owner.__init__ is not SpecValue.__init__:
             raise AttributeError("__signature__")  # a plug-in's own constructor
-        hints = typing.get_type_hints(owner)
-        kinds = {
-            False: inspect.Parameter.KEYWORD_ONLY,
-            True: inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        }
-        parameters = []
-        for name, each in owner.__spec_fields__.items():
-            hint = hints[name]
+        return _signature_of(owner)
+
+
+def _signature_of(owner: type[SpecValue]) -> inspect.Signature:
+    parameters = []
+    for name, hint in typing.get_type_hints(owner).items():
+        if (each := owner.__spec_fields__.get(name)) is not None:
             if typing.get_origin(hint) is Converted:
                 hint = typing.get_args(hint)[1]
-            parameters.append(
-                inspect.Parameter(
-                    name, kinds[each.is_positional], default=each.default, annotation=hint
-                )
-            )
-        return inspect.Signature(parameters)
+            kind = _POSITIONAL if each.is_positional else inspect.Parameter.KEYWORD_ONLY
+            parameters.append(inspect.Parameter(name, kind, default=each.default, annotation=hint))
+    return inspect.Signature(parameters)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
@@ -198,6 +191,9 @@ class SpecValue:
         cls.__spec_fields__ = {**cls.__spec_fields__, **found}
         if not TYPE_CHECKING:
             cls.__match_args__ = tuple(cls.__spec_fields__)
+            cls.__spec_positional__ = [
+                name for name, each in cls.__spec_fields__.items() if each.is_positional
+            ]
         if prefix is not None:
             cls.__spec_prefix__ = prefix
 
@@ -205,31 +201,17 @@ class SpecValue:
 
         def __init__(self, *args: Any, **given: Any) -> None:
             fields, prefix, content = self.__spec_fields__, self.__spec_prefix__, self.__dict__
-            if args or not given.keys() <= fields.keys():
-                given = self._by_name(args, given)
+            named = {**dict(zip(self.__spec_positional__, args, strict=False)), **given}
+            if len(named) < len(args) + len(given) or not named.keys() <= fields.keys():
+                _signature_of(type(self)).bind(*args, **given)  # raises the TypeError
             for name, each in fields.items():
-                value = each.default
-                if name in given:
-                    value = given[name]
-                    if each.check is not None and not (value is None and each.default is None):
-                        value = each.check(prefix + name, value)
-                elif value is REQUIRED:
-                    raise TypeError(f"{type(self).__name__}() needs the argument {name!r}")
+                if (value := named.get(name, each.default)) is REQUIRED:
+                    _signature_of(type(self)).bind(*args, **given)
+                is_none = value is None and each.default is None
+                if name in named and each.check is not None and not is_none:
+                    value = each.check(prefix + name, value)
                 content[name] = value
             self._check()
-
-    def _by_name(self, args: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any]:
-        owner = type(self).__name__
-        names = [name for name, each in self.__spec_fields__.items() if each.is_positional]
-        if len(args) > len(names):
-            raise TypeError(f"{owner}() takes {len(names)} positional arguments, got {len(args)}")
-        for name, value in zip(names, args, strict=False):
-            if name in given:
-                raise TypeError(f"{owner}() got multiple values for argument {name!r}")
-            given[name] = value
-        if unknown := given.keys() - self.__spec_fields__.keys():
-            raise TypeError(f"{owner}() got an unexpected keyword argument {min(unknown)!r}")
-        return given
 
     def _check(self) -> None:
         """Raise `SpecError` for fields that do not fit together; may set others by `_set`."""
@@ -242,9 +224,8 @@ class SpecValue:
 
     def replace(self: Copied, **changes: Any) -> Copied:
         """Return a copy with some fields changed; it is checked again."""
-        return type(self)(
-            **{**dict(zip(self.__spec_fields__, self._contents(), strict=True)), **changes}
-        )
+        fields = {name: getattr(self, name) for name in self.__spec_fields__}
+        return type(self)(**fields | changes)
 
     __replace__ = replace
 
