@@ -154,9 +154,10 @@ def _run(
     """Run `aio-elastic run`; the guardian starts while the launcher is being imported."""
     if owns_process:
         gc.disable()  # the modules that are imported are no garbage
-    from elastic_aio.cli.options import UsageError, print_error
+    from elastic_aio.cli.options import print_error
     from elastic_aio.cli.run_options import parse_run
     from elastic_aio.process.guardian_process import spawned_early
+    from elastic_aio.spec.checks import UsageError
 
     try:
         request = parse_run(argv, os.environ, prog=prog, is_launch=is_launch)

@@ -22,8 +22,9 @@ from typing import Final
 
 from msgspec import Struct
 
-from elastic_aio.cli.options import UsageError, invalid_value, print_error
+from elastic_aio.cli.options import print_error
 from elastic_aio.cli.parser import OptionParser
+from elastic_aio.spec.checks import UsageError, invalid_value
 from elastic_aio.text import did_you_mean
 
 _SHELLS: Final = ("bash", "zsh", "fish")

@@ -19,12 +19,13 @@ from elastic_aio.agent.preflight import (
     worker_env,
 )
 from elastic_aio.agent.worker_store import MASTER_ADDR
-from elastic_aio.cli.options import UsageError, choose_loop, print_error
+from elastic_aio.cli.options import choose_loop, print_error
 from elastic_aio.cli.run_options import RunRequest, as_option_error
 from elastic_aio.errors import SpawnError, SpecError
 from elastic_aio.hardware.cpus import format_cpus
 from elastic_aio.logs.paths import StreamPlan, StreamTarget, filtered_logs, plan_logs, run_prefix
 from elastic_aio.ranks import NodeSize, WorkerRanks, assign_node_ranks
+from elastic_aio.spec.checks import UsageError
 from elastic_aio.spec.job import Function, LaunchSpec
 from elastic_aio.spec.restart import UNLIMITED
 from elastic_aio.worker.context import REAL_LOCAL_RANK, WorkerContext

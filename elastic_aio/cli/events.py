@@ -16,7 +16,7 @@ import contextlib
 from collections.abc import Sequence
 
 from elastic_aio.cli.local_jobs import JobError, choose_job, command
-from elastic_aio.cli.options import invalid_value, parse_int, print_error
+from elastic_aio.cli.options import print_error
 from elastic_aio.cli.parser import OptionParser, add_timeout_option
 from elastic_aio.cli.status_text import local_time
 from elastic_aio.cli.store_jobs import store_errors
@@ -27,6 +27,7 @@ from elastic_aio.event_json import event_from_json, event_to_json
 from elastic_aio.events import Event
 from elastic_aio.launcher import run_coroutine
 from elastic_aio.rendezvous.event_stream import follow_job
+from elastic_aio.spec.checks import invalid_value, parse_int
 from elastic_aio.spec.rendezvous import ENGINES
 
 _NOTICE_S = 1.0

@@ -13,8 +13,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from elastic_aio.cli.options import UsageError, print_error
+from elastic_aio.cli.options import print_error
 from elastic_aio.cli.parser import OptionParser
+from elastic_aio.spec.checks import UsageError
 from elastic_aio.text import error_reason
 
 _VARIABLE = "PYTHONPATH"

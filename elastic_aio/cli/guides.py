@@ -13,8 +13,8 @@ import os
 from collections.abc import Sequence
 
 from elastic_aio.cli.local_jobs import JobError, run_command
-from elastic_aio.cli.options import invalid_value
 from elastic_aio.cli.parser import OptionParser
+from elastic_aio.spec.checks import invalid_value
 from elastic_aio.text import did_you_mean, error_reason
 
 _BACKGROUND = ("guarantees", "architecture")

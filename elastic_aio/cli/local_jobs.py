@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from elastic_aio.cli.options import UsageError, invalid_value, parse_int, parse_seconds, print_error
+from elastic_aio.cli.options import print_error
 from elastic_aio.cli.parser import OptionParser
 from elastic_aio.cli.status_text import (
     JOB_COLUMNS,
@@ -48,7 +48,13 @@ from elastic_aio.errors import SpecError
 from elastic_aio.outcome import JobState, signal_name
 from elastic_aio.process.rusage import with_usage
 from elastic_aio.ranks import format_ranks
-from elastic_aio.spec.checks import signal_number
+from elastic_aio.spec.checks import (
+    UsageError,
+    invalid_value,
+    parse_int,
+    parse_seconds,
+    signal_number,
+)
 from elastic_aio.status import JobStatus
 from elastic_aio.text import counted, error_reason, jsonable, one_line
 

@@ -21,7 +21,6 @@ from elastic_aio.cli.local_jobs import (
     job_parser,
     matches,
 )
-from elastic_aio.cli.options import UsageError, parse_int, parse_number
 from elastic_aio.control.client import RunningJob, find_jobs
 from elastic_aio.control.protocol import EventReply, GetEvents, decode_reply, encode
 from elastic_aio.event_json import event_from_json
@@ -31,6 +30,7 @@ from elastic_aio.logs.lines import LogLine
 from elastic_aio.logs.log_file import last_lines
 from elastic_aio.logs.reader import LogReader
 from elastic_aio.logs.streams import LoggedStream, LoggedStreams
+from elastic_aio.spec.checks import UsageError, parse_int, parse_number
 from elastic_aio.status import JobStatus, WorkerStatus
 from elastic_aio.text import counted
 

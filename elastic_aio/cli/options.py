@@ -14,14 +14,15 @@ import resource
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from elastic_aio.spec.checks import Seconds, Whole
-from elastic_aio.spec.checks import UsageError as UsageError
-from elastic_aio.spec.checks import invalid_value as invalid_value
-from elastic_aio.spec.checks import parse_int as parse_int
-from elastic_aio.spec.checks import parse_number as parse_number
-from elastic_aio.spec.checks import parse_seconds as parse_seconds
-from elastic_aio.spec.checks import read_token as read_token
-from elastic_aio.spec.checks import variable_of as variable_of
+from elastic_aio.spec.checks import (
+    Seconds,
+    UsageError,
+    Whole,
+    invalid_value,
+    parse_int,
+    parse_number,
+    parse_seconds,
+)
 from elastic_aio.spec.fields import Option, SpecValue, spec_fields
 from elastic_aio.text import did_you_mean, one_line
 

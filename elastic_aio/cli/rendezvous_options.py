@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from elastic_aio.cli.options import UsageError, Values, fields_from, invalid_value, parse_number
-from elastic_aio.spec.checks import checked_host, format_host_port
+from elastic_aio.cli.options import Values, fields_from
+from elastic_aio.spec.checks import (
+    UsageError,
+    checked_host,
+    format_host_port,
+    invalid_value,
+    parse_number,
+)
 from elastic_aio.spec.job import NodeRange
 from elastic_aio.spec.rendezvous import ENGINES, STATIC_PORT, RendezvousSpec
 from elastic_aio.spec.torchrun import TORCHRUN_DEFAULTS

@@ -6,17 +6,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from elastic_aio.cli.options import (
-    SECONDS_LIMIT,
-    Values,
-    fields_from,
+from elastic_aio.cli.options import SECONDS_LIMIT, Values, fields_from
+from elastic_aio.errors import SpecError
+from elastic_aio.spec.checks import (
     invalid_value,
     parse_int,
     parse_number,
     parse_seconds,
+    signal_number,
 )
-from elastic_aio.errors import SpecError
-from elastic_aio.spec.checks import signal_number
 from elastic_aio.spec.restart import UNLIMITED, Backoff, RestartPolicy
 from elastic_aio.spec.torchrun import TORCHRUN_DEFAULTS
 

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 from elastic_aio.cli.forced_exit import forced_exit
-from elastic_aio.cli.options import UsageError, choose_loop, invalid_value, parse_int, print_error
+from elastic_aio.cli.options import choose_loop, print_error
 from elastic_aio.cli.printer import EventPrinter
 from elastic_aio.cli.run_options import RunRequest, as_option_error
 from elastic_aio.errors import HostError, JobEnded, JobFailed, SpecError
@@ -19,6 +19,7 @@ from elastic_aio.logs.console import LineWriter, open_sink
 from elastic_aio.outcome import LaunchResult
 from elastic_aio.process.adopted import subreaper
 from elastic_aio.signals import ReceivedSignals
+from elastic_aio.spec.checks import UsageError, invalid_value, parse_int
 from elastic_aio.status import Level
 from elastic_aio.text import error_reason
 from elastic_aio.worker.context import ERROR_FILE

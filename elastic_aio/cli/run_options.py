@@ -15,19 +15,24 @@ from typing import Any, Final
 
 from elastic_aio.cli.options import (
     SECONDS_LIMIT,
-    UsageError,
     Values,
     fields_from,
-    invalid_value,
-    parse_int,
-    parse_seconds,
     plain_values,
     split_options,
     value_from_env,
 )
 from elastic_aio.errors import SpecError
 from elastic_aio.outcome import SIGTERM
-from elastic_aio.spec.checks import OneOf, Part, parse_host_port, signal_number
+from elastic_aio.spec.checks import (
+    OneOf,
+    Part,
+    UsageError,
+    invalid_value,
+    parse_host_port,
+    parse_int,
+    parse_seconds,
+    signal_number,
+)
 from elastic_aio.spec.fields import (
     Option,
     SpecValue,

@@ -17,8 +17,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from elastic_aio.cli.options import UsageError, invalid_value, parse_int
-from elastic_aio.spec.checks import format_host_port
+from elastic_aio.spec.checks import UsageError, format_host_port, invalid_value, parse_int
 
 Env = Mapping[str, str]
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from elastic_aio.cli.options import UsageError, choose_loop, parse_number, print_error
+from elastic_aio.cli.options import choose_loop, print_error
 from elastic_aio.cli.parser import (
     OptionParser,
     add_client_tls_options,
@@ -31,6 +31,7 @@ from elastic_aio.errors import HostError, SpecError, StoreError
 from elastic_aio.launcher import run_coroutine
 from elastic_aio.logs.console import LineWriter, open_sink
 from elastic_aio.signals import ReceivedSignals
+from elastic_aio.spec.checks import UsageError, parse_number
 from elastic_aio.spec.rendezvous import DEFAULT_PORT
 from elastic_aio.spec.tls import TlsSpec
 from elastic_aio.store import Dropped, KeyspaceLimits, ServerLimits, StoreServer, connect

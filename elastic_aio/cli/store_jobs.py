@@ -20,7 +20,6 @@ from typing import Final
 import msgspec
 
 from elastic_aio.cli.local_jobs import JobError, command
-from elastic_aio.cli.options import UsageError, parse_seconds
 from elastic_aio.cli.parser import OptionParser, add_timeout_option
 from elastic_aio.cli.run_options import as_option_error
 from elastic_aio.cli.status_text import local_time, table
@@ -28,6 +27,7 @@ from elastic_aio.cli.store_options import add_store_options, store_spec
 from elastic_aio.errors import HostError, SpecError, StoreError
 from elastic_aio.launcher import run_coroutine
 from elastic_aio.rendezvous.job_list import JobList, ListedJob
+from elastic_aio.spec.checks import UsageError, parse_seconds
 from elastic_aio.text import counted, one_line
 
 _OLDER_THAN: Final = 600.0

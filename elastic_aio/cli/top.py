@@ -26,7 +26,6 @@ from elastic_aio.cli.local_jobs import (
     fresh_status,
     job_parser,
 )
-from elastic_aio.cli.options import parse_seconds
 from elastic_aio.cli.status_text import (
     JOB_COLUMNS,
     MEASURED_S,
@@ -43,6 +42,7 @@ from elastic_aio.control.protocol import ControlError, EventReply, GetEvents
 from elastic_aio.event_json import event_from_json
 from elastic_aio.events import JobFinished
 from elastic_aio.process.rusage import with_usage
+from elastic_aio.spec.checks import parse_seconds
 from elastic_aio.status import JobStatus
 
 _INTERVAL_S: Final = 2.0

@@ -14,13 +14,13 @@ from msgspec import Struct
 
 from elastic_aio import events, node_events
 from elastic_aio.cli.local_jobs import EXIT_CODES, JobError, choose_job, job_parser, run_command
-from elastic_aio.cli.options import UsageError, invalid_value
 from elastic_aio.cli.status_text import head_lines, local_time
 from elastic_aio.control.client import ControlClient
 from elastic_aio.control.protocol import ErrorReply, EventReply, GetEvents
 from elastic_aio.event_json import event_from_json
 from elastic_aio.events import Event
 from elastic_aio.outcome import Failure
+from elastic_aio.spec.checks import UsageError, invalid_value
 from elastic_aio.status import Level, StatusTracker
 from elastic_aio.text import counted, error_reason, one_line
 

@@ -13,9 +13,9 @@ import pytest
 
 from elastic_aio.agent.preflight import hostname
 from elastic_aio.cli import main, main_launch, main_torchrun
-from elastic_aio.cli.options import UsageError
 from elastic_aio.cli.run_options import parse_run
 from elastic_aio.hardware.cpus import format_cpus
+from elastic_aio.spec.checks import UsageError
 from elastic_aio.spec.job import Function, Script
 from tests.support.cli import CLI, Ended, run_program
 from tests.support.sockets import free_port

@@ -12,8 +12,8 @@ from urllib.request import urlopen
 
 import pytest
 
-from elastic_aio.cli.options import UsageError
 from elastic_aio.cli.run_options import parse_run
+from elastic_aio.spec.checks import UsageError
 from tests.support.children import until_sync
 from tests.support.cli import run_cli, run_program, running_cli
 from tests.support.sockets import free_port

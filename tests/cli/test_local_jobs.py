@@ -21,11 +21,11 @@ import pytest
 
 from elastic_aio.cli import local_jobs, main
 from elastic_aio.cli.local_jobs import JobError, choose_job, matches
-from elastic_aio.cli.options import UsageError
 from elastic_aio.cli.status_text import JOB_COLUMNS, head_lines, job_row
 from elastic_aio.control.client import RunningJob, find_jobs
 from elastic_aio.control.protocol import EndReply, Reply
 from elastic_aio.outcome import JobState
+from elastic_aio.spec.checks import UsageError
 from elastic_aio.spec.restart import UNLIMITED
 from elastic_aio.status import JobStatus
 from tests.support.children import until_sync

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from elastic_aio.cli import main
-from elastic_aio.cli.options import UsageError, split_options
+from elastic_aio.cli.options import split_options
 from elastic_aio.cli.run_options import RUN_OPTIONS, parse_run
 from elastic_aio.events import JobStarted
 from elastic_aio.node_events import RoundFormed
 from elastic_aio.outcome import JobState, LaunchResult
 from elastic_aio.report import format_success
+from elastic_aio.spec.checks import UsageError
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.restart import UNLIMITED, Backoff, RestartPolicy, RestartWindow
 from elastic_aio.spec.torchrun import TORCHRUN_DEFAULTS

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_aio.cli.options import UsageError, plain_values
+from elastic_aio.cli.options import plain_values
 from elastic_aio.cli.parser import option_parser
 from elastic_aio.cli.run_options import RUN_OPTIONS
+from elastic_aio.spec.checks import UsageError
 
 VALUES = st.sampled_from(["", "1", "-1", "a b", "=", "a=b", "0:3,1:1", "-x", "-r 1"])
 WORDS = st.sampled_from(RUN_OPTIONS).flatmap(

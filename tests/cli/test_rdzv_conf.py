@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from elastic_aio.cli.options import UsageError
+from elastic_aio.spec.checks import UsageError
 from elastic_aio.spec.rdzv_conf import parse_conf
 from elastic_aio.spec.rendezvous import EngineSpec, RendezvousSpec
 from elastic_aio.spec.tls import TlsSpec

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_aio.cli.options import UsageError
 from elastic_aio.cli.run_options import RunRequest, parse_run
+from elastic_aio.spec.checks import UsageError
 from elastic_aio.spec.job import LaunchSpec, NodeRange
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec

@@ -26,8 +26,8 @@ from elastic_aio import (
     StopPlan,
 )
 from elastic_aio.cli import main
-from elastic_aio.cli.options import UsageError
 from elastic_aio.cli.run_options import RUN_OPTIONS, RunRequest, parse_run
+from elastic_aio.spec.checks import UsageError
 from elastic_aio.spec.fields import Option
 from elastic_aio.worker.context import TASK, task_of
 from elastic_aio.worker.scripts import run_script

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_aio.cli.options import UsageError
 from elastic_aio.cli.run_options import RunRequest, parse_run
 from elastic_aio.cli.schedulers import Allocation, expand_hosts, find_allocation
+from elastic_aio.spec.checks import UsageError
 from elastic_aio.spec.stop import StopPlan
 from tests.support.cli import CLI, bare_environment, running, running_cli
 from tests.support.netns import Network

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from elastic_aio.cli.options import UsageError
 from elastic_aio.cli.run_options import parse_run
 from elastic_aio.errors import SpecError
 from elastic_aio.rendezvous.backends import is_known_backend, known_backends, make_rendezvous
 from elastic_aio.rendezvous.base import NodeInfo, Rendezvous
+from elastic_aio.spec.checks import UsageError
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from elastic_aio.cli.options import UsageError
 from elastic_aio.errors import SpecError
+from elastic_aio.spec.checks import UsageError
 from tests.support.leaks import alive
 
 if TYPE_CHECKING:
