@@ -78,9 +78,9 @@ from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import Backoff
 from elastic_aio.spec.tls import TlsSpec
 from elastic_aio.store import Dropped, RemoteStore, StoreServer
+from elastic_aio.store.base import wire_key
 from elastic_aio.store.connection import PAUSE_RESOLUTION
 from elastic_aio.store.engine import EngineStore
-from elastic_aio.store.handles import wire_key
 
 _SILENT_AFTER: Final = 2.0
 """Seconds of an attempt after which an endpoint counts as one without a store."""

@@ -15,9 +15,8 @@ from elastic_aio.spec.checks import check_number, checked_text
 from elastic_aio.spec.rendezvous import parse_endpoints
 from elastic_aio.spec.tls import TlsSpec
 from elastic_aio.store import replies, wire
-from elastic_aio.store.base import check_timeout
+from elastic_aio.store.base import FedWatch, HeldLease, check_timeout
 from elastic_aio.store.engine import EngineStore
-from elastic_aio.store.handles import FedWatch, HeldLease
 
 RENEWALS: Final = 3
 """Times that a lease is renewed in its time to live."""

@@ -39,8 +39,8 @@ from elastic_aio.errors import HostError, StoreError
 from elastic_aio.rendezvous.messages import LEASE_LINGER, DetectorPort
 from elastic_aio.spec.checks import format_host_port
 from elastic_aio.store import Lease, StoreServer, connect, replies
+from elastic_aio.store.base import user_key
 from elastic_aio.store.engine import EngineStore
-from elastic_aio.store.handles import user_key
 from elastic_aio.store.keyspace import Client
 
 _FOR_EVER: Final = 1e8

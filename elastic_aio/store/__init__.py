@@ -30,14 +30,14 @@ from typing import TYPE_CHECKING
 from elastic_aio.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from elastic_aio.store.base import Change as Change
+    from elastic_aio.store.base import ChangeKind as ChangeKind
+    from elastic_aio.store.base import Lease as Lease
     from elastic_aio.store.base import Store as Store
+    from elastic_aio.store.base import Value as Value
+    from elastic_aio.store.base import Watch as Watch
     from elastic_aio.store.client import RemoteStore as RemoteStore
     from elastic_aio.store.client import connect as connect
-    from elastic_aio.store.handles import Change as Change
-    from elastic_aio.store.handles import ChangeKind as ChangeKind
-    from elastic_aio.store.handles import Lease as Lease
-    from elastic_aio.store.handles import Value as Value
-    from elastic_aio.store.handles import Watch as Watch
     from elastic_aio.store.limits import Dropped as Dropped
     from elastic_aio.store.limits import KeyspaceLimits as KeyspaceLimits
     from elastic_aio.store.limits import ServerLimits as ServerLimits
@@ -48,9 +48,8 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "elastic_aio.store.base": "Store",
+            "elastic_aio.store.base": "Change ChangeKind Lease Store Value Watch",
             "elastic_aio.store.client": "RemoteStore connect",
-            "elastic_aio.store.handles": "Change ChangeKind Lease Value Watch",
             "elastic_aio.store.limits": "Dropped KeyspaceLimits ServerLimits",
             "elastic_aio.store.memory": "MemoryStore",
             "elastic_aio.store.server": "StoreServer",

@@ -28,8 +28,7 @@ from elastic_aio.spec.checks import check_number, checked_token, parse_host_port
 from elastic_aio.spec.restart import Backoff
 from elastic_aio.spec.tls import TlsSpec
 from elastic_aio.store import wire
-from elastic_aio.store.base import MIN_TTL, Store, check_timeout
-from elastic_aio.store.handles import FedWatch, HeldLease
+from elastic_aio.store.base import MIN_TTL, FedWatch, HeldLease, Store, check_timeout
 from elastic_aio.store.link import (
     PLAIN_PEER,
     LinkLost,

@@ -23,7 +23,7 @@ from elastic_aio.errors import StoreRefused
 from elastic_aio.sockets import discard_unsent, enable_keepalive, limit_read_size
 from elastic_aio.spec.tls import TlsSpec, checked_tls
 from elastic_aio.store import replies, wire
-from elastic_aio.store.handles import FedWatch, HeldLease
+from elastic_aio.store.base import FedWatch, HeldLease
 from elastic_aio.store.replies import KIND_OF, ReplyReader, ReplyTooLarge, TaggedReader
 from elastic_aio.store.wire import WireError, encode
 

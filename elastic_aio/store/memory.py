@@ -14,8 +14,7 @@ from typing import Any
 from elastic_aio.aio import set_result_if_pending
 from elastic_aio.errors import StoreClosed, StoreRefused
 from elastic_aio.store import wire
-from elastic_aio.store.base import Store
-from elastic_aio.store.handles import FedWatch, HeldLease
+from elastic_aio.store.base import FedWatch, HeldLease, Store
 from elastic_aio.store.keyspace import PENDING, Client, Keyspace
 from elastic_aio.store.limits import OperationRefused, Work
 from elastic_aio.store.link import fail_if_pending

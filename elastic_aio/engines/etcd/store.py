@@ -35,8 +35,8 @@ from elastic_aio.engines.link import EngineAccess
 from elastic_aio.errors import StoreError, StoreLost, StoreRefused
 from elastic_aio.spec.rendezvous import ENGINES
 from elastic_aio.store import replies, wire
+from elastic_aio.store.base import FedWatch, HeldLease
 from elastic_aio.store.engine import EngineStore
-from elastic_aio.store.handles import FedWatch, HeldLease
 from elastic_aio.store.keyspace import prefix_end
 from elastic_aio.store.limits import OperationRefused
 from elastic_aio.store.replies import RawChange, WatchSnapshot

@@ -20,8 +20,8 @@ from elastic_aio.engines.redis.script import PAGE
 from elastic_aio.errors import StoreError
 from elastic_aio.spec.rendezvous import ENGINES
 from elastic_aio.store import replies, wire
+from elastic_aio.store.base import FedWatch, HeldLease
 from elastic_aio.store.engine import EngineStore
-from elastic_aio.store.handles import FedWatch, HeldLease
 from elastic_aio.store.keyspace import prefix_end
 from elastic_aio.store.replies import RawChange, WatchSnapshot
 
