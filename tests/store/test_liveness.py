@@ -44,12 +44,12 @@ async def server_process() -> AsyncIterator[tuple[asyncio.subprocess.Process, st
         yield process, (await printed.readline()).decode().strip()
 
 
-def pinging(endpoint: str, reply_timeout: float = 0.7) -> RemoteStore:
+def pinging(endpoint: str, reply_timeout: float = 0.7, reconnect_for: float = 0.25) -> RemoteStore:
     """Return a client that pings the server and does not survive its restart."""
     return connect(
         endpoint,
         reply_timeout=reply_timeout,
-        reconnect_for=0.25,
+        reconnect_for=reconnect_for,
         min_ttl=0.2,
         ping_interval=max(0.1, 0.43 * reply_timeout),
         survive_server_restart=False,
@@ -214,7 +214,7 @@ async def test_a_lease_survives_a_connection_reset(server: StoreServer) -> None:
 async def test_a_server_restart_can_end_the_store() -> None:
     """With `survive_server_restart=False`."""
     async with StoreServer("127.0.0.1") as first:
-        store = pinging(first.endpoint)
+        store = pinging(first.endpoint, reconnect_for=20)
         await store.__aenter__()
         port = first.port
     async with StoreServer("127.0.0.1", port):
