@@ -661,11 +661,9 @@ async def _connect(
     protocol: asyncio.Protocol = link
     layer: TlsTransport | None = None
     if options.tls is not None:
-        from elastic_aio.store.tls import TlsTransport
-
         # The zone of an IPv6 address is a matter of this host.
         name = options.tls.spec.server_name or options.host.partition("%")[0]
-        protocol = layer = TlsTransport(link, options.tls.current(), name)
+        protocol = layer = options.tls.layer(link, name)
     loop = asyncio.get_running_loop()
     if sock is None:
         transport, _ = await loop.create_connection(lambda: protocol, options.host, options.port)

@@ -180,11 +180,7 @@ class StoreServer:
 
     def _make_protocol(self) -> asyncio.Protocol:
         connection = Connection(self.service)
-        if self._tls is None:
-            return connection
-        from elastic_aio.store.tls import TlsTransport
-
-        return TlsTransport(connection, self._tls.current())
+        return connection if self._tls is None else self._tls.layer(connection)
 
     def _has_room(self) -> bool:
         return self.connection_count + len(self._opening) < self._connections_max

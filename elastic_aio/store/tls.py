@@ -60,6 +60,10 @@ class TlsContext:
             self._stamps = stamps
         return self._context
 
+    def layer(self, user: TlsUser, server_name: str | None = None) -> TlsTransport:
+        """Return the TLS of one connection, as `TlsTransport` takes the arguments."""
+        return TlsTransport(user, self.current(), server_name)
+
 
 def check_tls(
     tls: TlsSpec, *, may_serve: bool, may_connect: bool, names: Sequence[str] = ()
