@@ -75,10 +75,7 @@ def open_engine(spec: RendezvousSpec, run_id: str, *, is_reader: bool = False) -
 
 
 class EngineLocator:
-    """Opens the store of a job on an engine; in place of a `StoreLocator`.
-
-    Has one store at a time, and closes it: call `aclose` in the end.
-    """
+    """Opens the store of a job on an engine, in place of a `StoreLocator`; must be closed."""
 
     def __init__(
         self,
@@ -89,10 +86,7 @@ class EngineLocator:
         """Check the settings; nothing is connected yet.
 
         `on_wait` is called in a search that takes long, with the reason for each endpoint and
-        the seconds until it ends, None for a search without a limit.
-
-        Raises:
-            SpecError: a setting cannot be used.
+        the seconds until it ends, None for a search without a limit.  Raises as `open_engine`.
         """
         self._spec = spec
         self._run_id = run_id
@@ -105,15 +99,12 @@ class EngineLocator:
     async def locate(
         self, *, is_first: bool, job: str = "", may_serve: Callable[[], bool] = lambda: True
     ) -> LocatedStore:
-        """Connect to the engine.
+        """Connect to the engine, and close the store that was located before.
 
-        Closes the store that was located before.
+        With `is_first` the search ends after `read_timeout`, and with the first refusal.  There is
+        no choice in which `job` and `may_serve` could have a part.
 
         Cancellation: leaves nothing open.
-
-        Args:
-            is_first: the search ends after `read_timeout`, and with the first refusal.
-            job, may_serve: ignored: there is no choice.
 
         Raises:
             DiscoveryError: no server answers, or one refuses this node.
@@ -162,8 +153,5 @@ class EngineLocator:
         )
 
     async def aclose(self) -> None:
-        """Close the connections; 2 s at most.
-
-        Idempotent; safe to call again after cancellation.
-        """
+        """Close the connections; 2 s at most."""
         await self._store.aclose()

@@ -5,10 +5,16 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Sequence
-from typing import Any, Final, Self
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final, Never, Self
 
-from elastic_aio.aio import cancel_and_wait, create_task, run_shielded, running_loop
+from elastic_aio.aio import (
+    cancel_and_wait,
+    create_task,
+    run_shielded,
+    running_loop,
+    set_result_if_pending,
+)
 from elastic_aio.engines.link import EngineAccess, EngineLink
 from elastic_aio.errors import StoreClosed, StoreError
 from elastic_aio.spec.checks import check_number, checked_text
@@ -205,6 +211,43 @@ class EngineClient(EngineStore):
     @abc.abstractmethod
     async def _renew(self) -> None:
         """Renew the leases, and the retention if that is due."""
+
+    async def _release(self, lease: HeldLease) -> None:
+        self._leases.pop(lease, None)
+        if lease.is_alive:
+            await self._end(lease)
+
+    @abc.abstractmethod
+    async def _end(self, lease: HeldLease) -> None:
+        """End a lease of this client, so that its keys count as deleted."""
+
+    # ---------------------------------------------------------------------- watches
+
+    async def _open_watch(self, watch: FedWatch) -> None:
+        self._check_open()
+        opened = asyncio.get_running_loop().create_future()
+        self._watches[watch] = create_task(self._serve_watch(watch, opened), f"{watch!r}")
+        try:
+            await opened
+        except BaseException:  # a cancellation too
+            self._close_watch(watch)
+            raise
+
+    async def _serve_watch(self, watch: FedWatch, opened: asyncio.Future[None]) -> None:
+        try:
+            await self._follow(watch, lambda: set_result_if_pending(opened, None))
+        except StoreError as error:
+            watch.fail(error)
+            if not opened.done():
+                opened.set_exception(error)
+
+    @abc.abstractmethod
+    async def _follow(self, watch: FedWatch, on_open: Callable[[], None]) -> Never:
+        """Feed a watch with the present values, call `on_open`, and feed it with the changes.
+
+        Raises:
+            StoreError: the store is lost or closed.
+        """
 
     def _close_watch(self, watch: FedWatch) -> None:
         following = self._watches.pop(watch, None)

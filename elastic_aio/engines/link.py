@@ -40,10 +40,10 @@ class EngineConnection(Protocol):
     """A connection to one server."""
 
     def abort(self) -> None:
-        """Close it at once; a pending request fails."""
+        """Close it soon; pending requests fail."""
 
     async def aclose(self) -> None:
-        """Close it, and wait until its descriptor is closed."""
+        """Close it, and wait until that is done."""
 
 
 _C = TypeVar("_C", bound=EngineConnection)
@@ -71,12 +71,9 @@ class EngineLink(abc.ABC, Generic[_C]):
     """Its name in messages."""
 
     def __init__(self, access: EngineAccess, on_end: Callable[[StoreError], None]) -> None:
-        """Parse the endpoints and load the certificates; nothing is connected yet.
+        """Parse the endpoints and load the certificates, or raise `SpecError`.
 
         `on_end` is called once, when the link is lost or closed.
-
-        Raises:
-            SpecError: one of them cannot be used.
         """
         self._access = access
         self._members = [parse_host_port("endpoint", text) for text in access.endpoints]
@@ -116,10 +113,7 @@ class EngineLink(abc.ABC, Generic[_C]):
             self._on_end(error)
 
     async def aclose(self) -> None:
-        """Close all connections.
-
-        Idempotent.
-        """
+        """Close all connections."""
         self.fail(StoreClosed("the store was closed"))
         await asyncio.gather(*(connection.aclose() for connection in self._connections()))
 

@@ -43,7 +43,11 @@ def pair(tmp_path: Path) -> Iterator[tuple[RedisProcess, RedisProcess]]:
     """Two servers, none of which is a replica yet."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-    with RedisProcess(tmp_path / "a") as one, RedisProcess(tmp_path / "b") as two:
+    # A replica is served at once, and not after five seconds.
+    one, two = (
+        RedisProcess(tmp_path / name, "--repl-diskless-sync-delay", "0") for name in ("a", "b")
+    )
+    with one, two:
         yield one, two
 
 

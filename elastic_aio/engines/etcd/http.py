@@ -159,11 +159,7 @@ class HttpConnection:
 
 
 def parse_head(head: bytes) -> tuple[int, dict[str, str]]:
-    """Return the status and the headers, all in lower case.
-
-    Raises:
-        HttpError: that is no head of a reply.
-    """
+    """Return the status and the headers, all in lower case."""
     first, *lines = head.decode("latin-1").lower().split("\r\n")
     version, _, rest = first.partition(" ")
     status = rest[:3]

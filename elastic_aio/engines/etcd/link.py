@@ -97,7 +97,7 @@ class EtcdLink(EngineLink[HttpConnection]):
     def __init__(
         self, access: EngineAccess, fence: EtcdFence, on_end: Callable[[StoreError], None]
     ) -> None:
-        """Do the same as `EngineLink`."""
+        """Begin without a connection."""
         super().__init__(access, on_end)
         self.fence = fence
         self._raising = asyncio.Lock()
@@ -329,11 +329,7 @@ class EtcdLink(EngineLink[HttpConnection]):
             connection.abort()
 
     async def _connection(self, member: int) -> HttpConnection:
-        """Return a connection that is not in use.
-
-        Raises:
-            NotDone: the member cannot be reached.
-        """
+        """Return a connection that is not in use; NotDone: the member cannot be reached."""
         while self._idle:
             owner, connection = self._idle.pop()
             if owner == member and connection.is_reusable:
@@ -389,9 +385,7 @@ class EtcdLink(EngineLink[HttpConnection]):
     def _judge(self, error: OSError | EtcdError) -> NotDone | NotAnswered:
         """Return what an error means if another attempt may help.
 
-        Raises:
-            StoreRefused: another attempt cannot help.
-            EtcdError: the caller handles it.
+        Raises StoreRefused if that cannot help, and EtcdError for what the caller handles.
         """
         if isinstance(error, OSError):
             return NotAnswered(no_reply_reason(error))

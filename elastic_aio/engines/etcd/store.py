@@ -11,9 +11,9 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Final
+from typing import Any, Final, Never
 
-from elastic_aio.aio import create_task, first_result, random_bytes
+from elastic_aio.aio import first_result, random_bytes
 from elastic_aio.engines.base import RENEWALS, EngineClient
 from elastic_aio.engines.etcd.link import EtcdLink
 from elastic_aio.engines.etcd.operations import ChangeUnknown, EtcdKeys, Operation, Operations
@@ -206,10 +206,7 @@ class EtcdStore(EngineClient):
         reply: LeaseReply = await self._ask(GRANT, body)
         self._on_granted(lease, b"%d" % reply.ID)
 
-    async def _release(self, lease: HeldLease) -> None:
-        self._leases.pop(lease, None)
-        if not lease.is_alive:
-            return
+    async def _end(self, lease: HeldLease) -> None:
         number = int(lease.lease_id)
         with contextlib.suppress(EtcdError):  # the lease has ended by itself
             reply: LeaseReply = await self._ask(LEASE_KEYS, {"ID": str(number), "keys": True})
@@ -268,11 +265,6 @@ class EtcdStore(EngineClient):
 
     # ---------------------------------------------------------------------- watches
 
-    async def _open_watch(self, watch: FedWatch) -> None:
-        self._check_open()
-        await self._resync(watch)
-        self._watches[watch] = create_task(self._follow(watch), f"{watch!r}")
-
     def _range(self, watch: FedWatch) -> tuple[bytes, bytes]:
         place = self._keys.value(watch.key)
         return place, prefix_end(place) if watch.op == wire.WATCH_PREFIX else b""
@@ -281,16 +273,13 @@ class EtcdStore(EngineClient):
         revision, pairs = await self._run(lambda: self._operations.read_all(*self._range(watch)))
         watch.feed(WatchSnapshot(True, revision, pairs))
 
-    async def _follow(self, watch: FedWatch) -> None:
-        """Feed a watch until it is closed or the store is lost."""
-        try:
-            while True:
-                with contextlib.suppress(EtcdError):  # its history is lost
-                    await self._feed(watch)
-                await asyncio.sleep(_RESYNC_S)
-                await self._resync(watch)
-        except StoreError as error:
-            watch.fail(error)
+    async def _follow(self, watch: FedWatch, on_open: Callable[[], None]) -> Never:
+        while True:
+            await self._resync(watch)
+            on_open()
+            with contextlib.suppress(EtcdError):  # its history is lost
+                await self._feed(watch)
+            await asyncio.sleep(_RESYNC_S)
 
     async def _feed(self, watch: FedWatch) -> None:
         changes = self._link.changes(*self._range(watch), watch.revision + 1)

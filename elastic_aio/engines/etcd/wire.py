@@ -242,11 +242,7 @@ _NO_GATEWAY: Final = (
 
 
 def parse_reply(request: Request, status: int, body: bytes) -> Any:
-    """Return the reply to a request.
-
-    Raises:
-        EtcdError: etcd reports an error, or this is no reply of etcd.
-    """
+    """Return the reply to a request, or raise EtcdError: it is an error, or another server's."""
     if status != 200:
         raise parse_error(status, body)
     if request.path == KEEP_ALIVE:  # a stream of one message
@@ -255,11 +251,7 @@ def parse_reply(request: Request, status: int, body: bytes) -> Any:
 
 
 def parse_message(text: bytes, kind: type[_T]) -> _T:
-    """Return one message of a stream.
-
-    Raises:
-        EtcdError: as for `parse_reply`.
-    """
+    """Return one message of a stream, or raise as `parse_reply`."""
     message = _decode(text, _StreamMessage)
     if message.error is not None:
         raise _known_error(message.error.grpc_code or message.error.code, message.error.message)
@@ -286,8 +278,7 @@ def watch_error(reply: WatchReply) -> EtcdError:
     """Return why etcd has cancelled a watch."""
     if reply.compact_revision:
         return EtcdError(Fault.COMPACTED, "the watch is behind a compaction")
-    known = _known_error(14, reply.cancel_reason or "etcd has cancelled the watch")
-    return known
+    return _known_error(14, reply.cancel_reason or "etcd has cancelled the watch")
 
 
 def _known_error(code: int, message: str) -> EtcdError:

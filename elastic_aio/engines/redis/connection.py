@@ -126,13 +126,9 @@ class RedisConnection:
             self._redis.ssl_context.context = _named(tls, server_name)
 
     async def open(self) -> None:
-        """Connect.
+        """Connect, or raise OSError or RedisError.
 
         Cancellation: leaves nothing open.
-
-        Raises:
-            OSError: the host cannot be reached, or the TLS handshake fails.
-            RedisError: the server refuses this client, or is none.
         """
         try:
             await self._redis.connect()  # type: ignore[no-untyped-call]
@@ -175,11 +171,7 @@ class RedisConnection:
                 await self._redis.send_packed_command(commands, check_health=False)
 
     async def listen(self, on_message: Callable[[Any], None]) -> None:
-        """Pass each message of a subscription on, until the connection ends; then raise why.
-
-        Raises:
-            OSError, RedisError: the connection has ended.
-        """
+        """Pass each message of a subscription on, until the connection ends; then raise why."""
         assert self._reading is not None
         self._on_message = on_message
         ended = asyncio.get_running_loop().create_future()
@@ -222,12 +214,7 @@ class RedisConnection:
             waiting.set_result(reply)
 
     async def read_server(self) -> None:
-        """Keep the run id of the server, and what it does when its memory is full.
-
-        Raises:
-            NotDone: it is a replica, or has not loaded its data yet.
-            StoreRefused: it cannot be used: its version is too old, or it evicts keys.
-        """
+        """Keep what INFO says of the server, or raise as `check_server`."""
         # Sections, since the whole is long.
         sections = (b"server", b"replication", b"persistence", b"memory")
         asked: list[Any] = await asyncio.gather(
@@ -256,15 +243,12 @@ class RedisConnection:
             transport.abort()
 
     def abort(self) -> None:
-        """Close it as soon as possible; pending requests fail."""
+        """Close it soon; pending requests fail."""
         if self._reading is not None:
             self._reading.cancel()
 
     async def aclose(self) -> None:
-        """Close it; pending requests fail.
-
-        Idempotent.
-        """
+        """Close it, and wait until that is done; a second at most."""
         tasks = [*self._sending, *([self._reading] if self._reading else [])]
         await cancel_and_wait(tasks)
 

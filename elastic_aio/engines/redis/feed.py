@@ -45,10 +45,7 @@ class ChannelListener:
     async def get(self) -> Message | None:
         """Return the next message; None when all channels have been subscribed anew.
 
-        Cancellation: loses no message.
-
-        Raises:
-            StoreError: the store is lost or closed.
+        Cancellation: loses no message.  Raises `StoreError` when the store is lost or closed.
         """
         message = await self.queue.get()
         if isinstance(message, StoreError):

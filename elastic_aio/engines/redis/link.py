@@ -54,7 +54,7 @@ class RedisLink(EngineLink[RedisConnection]):
     def __init__(
         self, access: EngineAccess, sentinel: str | None, on_end: Callable[[StoreError], None]
     ) -> None:
-        """Do the same as `EngineLink`; `sentinel` is the name of the master."""
+        """Begin without a connection; `sentinel` is the name of the master."""
         super().__init__(access, on_end)
         self._sentinel = sentinel
         self._has_warned = False
@@ -88,11 +88,7 @@ class RedisLink(EngineLink[RedisConnection]):
         )
 
     async def keep_connected(self, serve: Callable[[RedisConnection], Awaitable[None]]) -> None:
-        """Call `serve` with a connection of its own, and with another one when that ends.
-
-        Raises:
-            StoreError: as for `request`.
-        """
+        """Call `serve` with a connection of its own, and with another one when that ends."""
         attempts = 0
         while True:
             self.check()
@@ -151,12 +147,7 @@ class RedisLink(EngineLink[RedisConnection]):
             return connection
 
     async def _open(self, member: int) -> RedisConnection:
-        """Return a new connection to a server that is no replica.
-
-        Raises:
-            NotDone: there is none.
-            StoreRefused: it refuses this client.
-        """
+        """Return a new connection to a server, or raise NotDone: it is a replica, for example."""
         address = self._members[member]
         try:
             async with asyncio.timeout(self._access.attempt_timeout):
@@ -244,8 +235,7 @@ class RedisRequests:
 
         Raises:
             StoreRefused: Redis refuses it, or the lease has ended.
-            StoreLost: the store has lost changes, and as for `RedisLink.request`.
-            StoreTimeout: as for `RedisLink.request`.
+            StoreLost: the store has lost changes; and all as for `RedisLink.request`.
         """
 
         async def use(connection: RedisConnection) -> Any:
@@ -285,11 +275,7 @@ class RedisRequests:
         return result
 
     async def scan(self, pattern: bytes) -> list[bytes]:
-        """Return the keys of the server that match a pattern, some of them perhaps twice.
-
-        Raises:
-            StoreError: as for `RedisLink.request`.
-        """
+        """Return the keys of the server that match a pattern, some of them perhaps twice."""
         found: list[bytes] = []
         cursor = b"0"
         while True:

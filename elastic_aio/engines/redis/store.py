@@ -8,10 +8,10 @@ messages.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final, Never
 
-from elastic_aio.aio import create_task, random_bytes
+from elastic_aio.aio import random_bytes
 from elastic_aio.engines.base import RENEWALS, EngineClient
 from elastic_aio.engines.link import EngineAccess
 from elastic_aio.engines.redis.feed import Channel, RedisFeed, WatchPages, escape
@@ -51,13 +51,8 @@ class RedisStore(EngineClient):
     def __init__(self, endpoints: str, *, sentinel: str | None = None, **settings: Any) -> None:
         """Configure a client; nothing is connected yet.
 
-        Args:
-            endpoints: see `EngineClient`; those of the sentinels (port 26379) with `sentinel`.
-            sentinel: the name of the master that the sentinels know; None without Sentinel.
-            settings: the other arguments of `EngineClient`.
-
-        Raises:
-            SpecError: as `EngineClient`, and on entering its other errors.
+        With `sentinel`, the name of a master, the endpoints are sentinels (port 26379).  All else
+        is as for `EngineClient`.
         """
         self._sentinel = sentinel
         if sentinel is not None:
@@ -204,10 +199,8 @@ class RedisStore(EngineClient):
         await self._run("grant", lease_id, b"%d" % round(lease.ttl * 1000))
         self._on_granted(lease, lease_id)
 
-    async def _release(self, lease: HeldLease) -> None:
-        self._leases.pop(lease, None)
-        if lease.is_alive:
-            await self._run("release", lease.lease_id)
+    async def _end(self, lease: HeldLease) -> None:
+        await self._run("release", lease.lease_id)
 
     def _renew_at(self) -> float | None:
         delays = (_IDLE, self._requests.shortest / RENEWALS, self._requests.due)
@@ -231,43 +224,26 @@ class RedisStore(EngineClient):
 
     # ---------------------------------------------------------------------- watches
 
-    async def _open_watch(self, watch: FedWatch) -> None:
-        self._check_open()
-        opened = asyncio.get_running_loop().create_future()
-        self._watches[watch] = create_task(self._follow(watch, opened), f"{watch!r}")
-        try:
-            await opened
-        except BaseException:  # a cancellation too
-            self._close_watch(watch)
-            raise
-
-    async def _follow(self, watch: FedWatch, opened: asyncio.Future[None]) -> None:
-        """Feed a watch until it is closed or the store is lost."""
+    async def _follow(self, watch: FedWatch, on_open: Callable[[], None]) -> Never:
         is_prefix = watch.op == wire.WATCH_PREFIX
         channel = self._value(watch.key)
         if is_prefix:
             channel = True, escape(channel[1]) + b"*"
         start = len(self._tag) + 1
-        try:
-            with self._feed.listen([channel]) as listener:
-                pages = WatchPages()
-                while True:
-                    message = await listener.get()
-                    if message is None:
-                        pages = await self._read_pages(watch.key, is_prefix=is_prefix)
-                        watch.feed(WatchSnapshot(True, pages.revision, tuple(pages.pairs)))
-                        if not opened.done():
-                            opened.set_result(None)
-                        continue
-                    key = message.channel[start:]
-                    if message.revision > pages.revision_of(key):
-                        change = RawChange(message.kind, message.revision, key, message.value)
-                        watch.feed(change)
-                    self._on_lease_seen(message.ttl / 1000)
-        except StoreError as error:
-            watch.fail(error)
-            if not opened.done():
-                opened.set_exception(error)
+        with self._feed.listen([channel]) as listener:
+            pages = WatchPages()
+            while True:
+                message = await listener.get()
+                if message is None:
+                    pages = await self._read_pages(watch.key, is_prefix=is_prefix)
+                    watch.feed(WatchSnapshot(True, pages.revision, tuple(pages.pairs)))
+                    on_open()
+                    continue
+                key = message.channel[start:]
+                if message.revision > pages.revision_of(key):
+                    change = RawChange(message.kind, message.revision, key, message.value)
+                    watch.feed(change)
+                self._on_lease_seen(message.ttl / 1000)
 
     def _on_lease_seen(self, ttl: float) -> None:
         if ttl and (not self._requests.shortest or ttl < self._requests.shortest):
