@@ -27,7 +27,7 @@ exec sleep 99
 """
 # Modules of the package that run: those of today, and that of signals, which SIGCHLD may run.
 SIGNAL_MODULES_MAX = 17
-START_MODULES_MAX = 46
+START_MODULES_MAX = 45
 # System calls of the quickest of several restarts of two workers: those of today, 187, and those of
 # two more scans, which depend on how fast the siblings end.
 CALLS_MAX = 210

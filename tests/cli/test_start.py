@@ -31,7 +31,7 @@ print(json.dumps(spawned))
 sys.exit(code)
 """
 
-MODULES_MAX = 85
+MODULES_MAX = 75
 """Modules of this package when the first worker is spawned; each takes half a millisecond."""
 COMPILED_MAX = 12
 """Texts that `dataclass` writes and compiles by then: with Python 3.11 one for each method."""

@@ -256,26 +256,21 @@ async def test_a_program_that_knows_systemd_only() -> None:
     assert ready_ranks(events) == [0, 1]
 
 
-async def notify_address(agent: Agent) -> str:
-    """Return the address that the first worker has in its environment."""
-    async for event in agent.events():
-        if isinstance(event, WorkerStarted):
-            environment = Path(f"/proc/{event.pid}/environ").read_bytes().split(b"\0")
-            break
-    (address,) = [text for text in environment if text.startswith(b"NOTIFY_SOCKET=")]
-    return address.partition(b"=")[2].decode()
-
-
 async def test_a_process_of_no_worker_is_ignored() -> None:
     """Any process of this user can send to the address."""
-    spec = LaunchSpec(["sleep", "99"], liveness=LivenessSpec(ready_timeout=0.5))
     events: list[Event] = []
-    async with Agent(spec, listeners=[events.append]) as agent:
-        address = await notify_address(agent)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-            sock.sendto(b"READY=1", "\0" + address[1:])
-        with pytest.raises(JobFailed):
-            await agent.wait()
+
+    def send(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, WorkerStarted):
+            environment = Path(f"/proc/{event.pid}/environ").read_bytes().split(b"\0")
+            (address,) = [text[15:] for text in environment if text.startswith(b"NOTIFY_SOCKET=@")]
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+                sock.sendto(b"READY=1", b"\0" + address)
+
+    limits = LivenessSpec(ready_timeout=0.5)
+    with pytest.raises(JobFailed):
+        await launch(LaunchSpec(["sleep", "99"], liveness=limits), listeners=[send])
     assert missed(events) == [("ready", 0)]
 
 
