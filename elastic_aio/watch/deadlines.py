@@ -295,7 +295,7 @@ class DeadlineTable:
                 del self._timers[timer.pid]
 
     @property
-    def _next_timer(self) -> float | None:
+    def next_timer(self) -> float | None:
         """When the first timer expires, which is the top of the heap then."""
         while self._heap:
             at, _, timer = self._heap[0]
@@ -312,7 +312,7 @@ class DeadlineTable:
         """
         expired: dict[int, WorkerTimer] = {}
         for _ in range(limit):
-            if (at := self._next_timer) is None or at > now:
+            if (at := self.next_timer) is None or at > now:
                 break
             _, _, timer = self._heap[0]
             self._end(timer)
@@ -334,7 +334,7 @@ class DeadlineTable:
     @property
     def next_deadline(self) -> float | None:
         """When the next deadline or timer ends, or a report is due; None without one."""
-        ends = self._next_of(self.workers.values()), self._next_timer
+        ends = self._next_of(self.workers.values()), self.next_timer
         return min((end for end in ends if end is not None), default=None)
 
     def _next_of(self, reports: Iterable[WorkerReport]) -> float | None:

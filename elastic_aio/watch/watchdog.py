@@ -214,7 +214,7 @@ class Watchdog:
         if self._requests.rejected and not self._has_reported_rejected:
             self._has_reported_rejected = True
             self._publish(TimerRejected(attempt=self._attempt, why=self._requests.rejected))
-        self._set_alarm(self._table.next_deadline)
+        self._set_alarm(self._table.next_timer)  # those of workers are the same
 
     # ------------------------------------------------------------- deadlines
 
