@@ -367,10 +367,7 @@ class Agent:
         }
 
     def kill(
-        self,
-        *,
-        signal: int | str | None = None,
-        reason: str = "an immediate stop was requested",
+        self, *, signal: int | str | None = None, reason: str = "an immediate stop was requested"
     ) -> None:
         """End the job at once: every stop is shortened to SIGKILL.
 

@@ -104,9 +104,5 @@ class EventLog:
 
     def _missed(self, count: int, following: int) -> Event:
         return EventsMissed(
-            seq=following - 1,
-            time=time.time(),
-            run_id=self._run_id,
-            node=self._node,
-            count=count,
+            seq=following - 1, time=time.time(), run_id=self._run_id, node=self._node, count=count
         )

@@ -13,13 +13,7 @@ from msgspec.structs import replace
 from elastic_aio.aio import run_in_thread
 from elastic_aio.logs.log_file import read_end
 from elastic_aio.logs.paths import StreamPlan, WorkerLogs
-from elastic_aio.outcome import (
-    ExitStatus,
-    Failure,
-    WorkerError,
-    WorkerResult,
-    root_cause_first,
-)
+from elastic_aio.outcome import ExitStatus, Failure, WorkerError, WorkerResult, root_cause_first
 from elastic_aio.process.children import ChildExit
 from elastic_aio.ranks import WorkerRanks
 from elastic_aio.reasons import (

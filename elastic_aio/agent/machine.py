@@ -87,14 +87,7 @@ from msgspec import Struct
 
 from elastic_aio.errors import InternalError
 from elastic_aio.events import AttemptFailed, Event, Restarting
-from elastic_aio.outcome import (
-    SIGTERM,
-    ExitStatus,
-    Failure,
-    JobOutcome,
-    JobState,
-    signal_name,
-)
+from elastic_aio.outcome import SIGTERM, ExitStatus, Failure, JobOutcome, JobState, signal_name
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.restart import CAUSE_S, LEAVING_S, RestartAction, RestartBudget
 from elastic_aio.spec.stop import StopPlan

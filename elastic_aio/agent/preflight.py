@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from elastic_aio.errors import HostError, InternalError, SpawnError, SpecError
 from elastic_aio.process.descendants import list_size
-from elastic_aio.spec.job import (
-    NPROC_ACCEPTED,
-    Command,
-    Function,
-    LaunchSpec,
-    Module,
-    Script,
-)
+from elastic_aio.spec.job import NPROC_ACCEPTED, Command, Function, LaunchSpec, Module, Script
 from elastic_aio.worker.context import without_channels
 
 if TYPE_CHECKING:
@@ -133,11 +126,7 @@ def worker_cpus(spec: LaunchSpec, nproc: int) -> list[frozenset[int]]:
         word = spec.nproc_per_node if isinstance(spec.nproc_per_node, str) else "auto"
         nodes = [numa_node(device) for device in visible_accelerators(spec, word)]
     return bind_workers(
-        spec.numa_binding,
-        read_topology(cpus=allowed),
-        allowed,
-        nproc=nproc,
-        device_nodes=nodes,
+        spec.numa_binding, read_topology(cpus=allowed), allowed, nproc=nproc, device_nodes=nodes
     )
 
 

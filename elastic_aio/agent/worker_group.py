@@ -22,12 +22,7 @@ from elastic_aio.agent.preflight import check_runnable
 from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.aio import cancel_and_wait, create_task, set_result_if_pending
 from elastic_aio.errors import HostError, SpawnError
-from elastic_aio.events import (
-    LeftoversFound,
-    StopRequested,
-    WorkerExited,
-    WorkerStarted,
-)
+from elastic_aio.events import LeftoversFound, StopRequested, WorkerExited, WorkerStarted
 from elastic_aio.logs.paths import WorkerLogs
 from elastic_aio.outcome import AttemptResult, ExitStatus, Failure
 from elastic_aio.process import proc
@@ -272,11 +267,7 @@ class WorkerGroup:
         attempt = self.attempt
         self._runtime.publish_later(
             lambda: StopRequested(
-                attempt=attempt,
-                reason=reason,
-                plan=str(plan),
-                signal=signal,
-                is_ordered=is_ordered,
+                attempt=attempt, reason=reason, plan=str(plan), signal=signal, is_ordered=is_ordered
             )
         )
 
@@ -436,12 +427,7 @@ class WorkerGroup:
         return self._failure_of(0, None, 1, str(error))
 
     def _failure_of(
-        self,
-        local_rank: int,
-        pid: int | None,
-        code: int,
-        message: str,
-        notes: tuple[str, ...] = (),
+        self, local_rank: int, pid: int | None, code: int, message: str, notes: tuple[str, ...] = ()
     ) -> Failure:
         """Return the failure of a worker that has not exited; it precedes all others."""
         return Failure(

@@ -23,12 +23,7 @@ from typing import Final
 from msgspec import Struct
 
 from elastic_aio.process import proc
-from elastic_aio.stacks import (
-    ThreadStack,
-    WorkerStacks,
-    parse_faulthandler,
-    parse_py_spy,
-)
+from elastic_aio.stacks import ThreadStack, WorkerStacks, parse_faulthandler, parse_py_spy
 from elastic_aio.text import one_line
 from elastic_aio.worker.interpreter import STACKS_FILE, STACKS_SIGNAL
 

@@ -53,11 +53,7 @@ _NUMBERS = {
 }
 # Those that torchrun does not set.
 _OWN_NUMBERS = {"ELASTIC_AIO_ATTEMPT": "attempt", "ELASTIC_AIO_ROUND": "round"}
-_TEXTS = {
-    "ROLE_NAME": "role",
-    "MASTER_ADDR": "master_addr",
-    RUN_ID: "run_id",
-}
+_TEXTS = {"ROLE_NAME": "role", "MASTER_ADDR": "master_addr", RUN_ID: "run_id"}
 _ALL = {**_NUMBERS, **_OWN_NUMBERS, **_TEXTS}
 _USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 

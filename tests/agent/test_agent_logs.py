@@ -152,10 +152,7 @@ async def test_nothing_is_overwritten_by_restarts(tmp_path: Path) -> None:
     assert files(result) == {
         f"attempt_{number}/0/{name}": content
         for number in range(3)
-        for name, content in [
-            ("stdout.log", b"attempt %d\n" % number),
-            ("error.json", b"junk\n"),
-        ]
+        for name, content in [("stdout.log", b"attempt %d\n" % number), ("error.json", b"junk\n")]
     }
     assert out.splitlines() == [b"[default0]:attempt %d" % number for number in range(3)]
     assert [attempt.log_dir for attempt in result.attempts] == [

@@ -109,13 +109,7 @@ async def test_a_worker_without_error_file_or_output(case: Case) -> None:
     """Its status and the time of its exit are all there is."""
     case.worker(BAD)
     assert await case.failure() == Failure(
-        rank=0,
-        local_rank=0,
-        pid=100,
-        host="h",
-        status=BAD,
-        time=STOPPED_AT - 1,
-        order=0,
+        rank=0, local_rank=0, pid=100, host="h", status=BAD, time=STOPPED_AT - 1, order=0
     )
 
 

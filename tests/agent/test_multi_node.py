@@ -649,11 +649,7 @@ def test_a_node_leaves_at_once_where_rounds_may_overlap() -> None:
     assert one.handle(LeftRendezvous()) == [STOPPED]
 
 
-@pytest.mark.parametrize(
-    ("before", "happening", "effects", "phase"),
-    ROWS.values(),
-    ids=ROWS,
-)
+@pytest.mark.parametrize(("before", "happening", "effects", "phase"), ROWS.values(), ids=ROWS)
 def test_each_row_of_the_table(
     before: list[Input], happening: Input, effects: list[Effect], phase: P
 ) -> None:

@@ -66,13 +66,7 @@ def machine(
 def failure(code: int = 7, *, signal: int | None = None, local_rank: int = 0) -> Failure:
     status = ExitStatus(signal=signal) if signal else ExitStatus(code=code)
     return Failure(
-        rank=local_rank,
-        local_rank=local_rank,
-        pid=1,
-        host="h",
-        status=status,
-        time=1.0,
-        order=0,
+        rank=local_rank, local_rank=local_rank, pid=1, host="h", status=status, time=1.0, order=0
     )
 
 
@@ -453,16 +447,10 @@ ROWS: dict[str, Row] = {
 
 
 @pytest.mark.parametrize(
-    ("before", "happening", "effects", "phase", "options"),
-    ROWS.values(),
-    ids=ROWS,
+    ("before", "happening", "effects", "phase", "options"), ROWS.values(), ids=ROWS
 )
 def test_each_row_of_the_table(
-    before: list[Input],
-    happening: Input,
-    effects: list[Effect],
-    phase: P,
-    options: dict[str, Any],
+    before: list[Input], happening: Input, effects: list[Effect], phase: P, options: dict[str, Any]
 ) -> None:
     """Phase and input give the next phase and the effects, in order."""
     one = machine(*before, **options)

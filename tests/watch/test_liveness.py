@@ -249,10 +249,7 @@ async def test_a_program_that_knows_systemd_only() -> None:
     limits = LivenessSpec(heartbeat_timeout=LONG)
     events: list[Event] = []
     argv = ["bash", "-c", '"$0" -S -c "$1"; exit $?', sys.executable, SYSTEMD]
-    await launch(
-        LaunchSpec(argv, liveness=limits, nproc_per_node=2),
-        listeners=[events.append],
-    )
+    await launch(LaunchSpec(argv, liveness=limits, nproc_per_node=2), listeners=[events.append])
     assert ready_ranks(events) == [0, 1]
 
 
@@ -380,9 +377,7 @@ async def test_idle_workers_are_reported_once(tmp_path: Path) -> None:
     )
     events: list[Event] = []
     spec = LaunchSpec(
-        str(tmp_path / "script.py"),
-        nproc_per_node=2,
-        liveness=LivenessSpec(idle_report=0.4),
+        str(tmp_path / "script.py"), nproc_per_node=2, liveness=LivenessSpec(idle_report=0.4)
     )
     await launch(spec, listeners=[events.append])
     assert sum(isinstance(event, WorkersIdle) for event in events) == 1
@@ -447,11 +442,7 @@ async def test_deadlines_that_end_during_a_dump_need_no_other() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "busy",
-    [
-        "while :; do :; done",
-        "while :; do echo x; sleep 0.05; done",
-        "while sleep 0.05; do :; done",
-    ],
+    ["while :; do :; done", "while :; do echo x; sleep 0.05; done", "while sleep 0.05; do :; done"],
 )
 async def test_one_busy_worker_is_enough(busy: str) -> None:
     """It uses CPU time, writes, or starts processes."""
@@ -508,18 +499,9 @@ async def test_a_message_that_comes_before_the_start_is_known() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"heartbeat_timeout": 0},
-            "liveness.heartbeat_timeout: must be a number above 0 (got 0)",
-        ),
-        (
-            {"exit_skew_timeout": 0},
-            "liveness.exit_skew_timeout: must be a number above 0 (got 0)",
-        ),
-        (
-            {"idle_report": float("nan")},
-            "liveness.idle_report: must be a number above 0 (got nan)",
-        ),
+        ({"heartbeat_timeout": 0}, "liveness.heartbeat_timeout: must be a number above 0 (got 0)"),
+        ({"exit_skew_timeout": 0}, "liveness.exit_skew_timeout: must be a number above 0 (got 0)"),
+        ({"idle_report": float("nan")}, "liveness.idle_report: must be a number above 0 (got nan)"),
         ({"on_timeout": "kill"}, "liveness.on_timeout: must be 'fail' or 'report' (got 'kill')"),
     ],
 )
