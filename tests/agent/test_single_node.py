@@ -126,6 +126,14 @@ FINISHED = "all workers have finished"
 
 STARTING: list[Input] = [Start()]
 RUNNING: list[Input] = [Start(), STARTED]
+FAILING: list[Input] = [*RUNNING, ended(1, BAD)]
+GONE: list[Input] = [*FAILING, group_stopped(failure())]
+SUCCEEDED = finish_as(JobState.SUCCEEDED, FINISHED, 0, 0)
+STOPPED = finish_as(JobState.STOPPED, "enough", 143, 0)
+QUIT = finish_as(JobState.STOPPED, "SIGQUIT was received", 131, 0)
+GIVEN_UP = finish_as(JobState.FAILED, NO_MORE, 7, 0)
+PUBLISHED = published_failure(failure())
+LEFTOVERS = stop_group(FINISHED, leftovers=True)
 
 Row = tuple[list[Input], Input, list[Effect], P, dict[str, Any]]
 
@@ -143,9 +151,7 @@ def case(
 
 ROWS: dict[str, Row] = {
     "new: start": case([], Start(), [StartGroup(0, 0)], P.STARTING),
-    "new: a stop is received": case(
-        [], STOP, [finish_as(JobState.STOPPED, "enough", 143, 0)], P.DONE
-    ),
+    "new: a stop is received": case([], STOP, [STOPPED], P.DONE),
     "starting: group started": case(STARTING, STARTED, [], P.RUNNING),
     "starting: start failed": case(
         STARTING, start_failed(), [stop_group("cannot run x: no")], P.STOPPING
@@ -153,14 +159,12 @@ ROWS: dict[str, Row] = {
     "starting: a success": case(STARTING, ended(0), [], P.STARTING),
     "starting: a failure": case(STARTING, ended(1, BAD), [stop_group(FAILED)], P.STOPPING),
     "starting: group started, all done": case(
-        [Start(), ended(0), ended(1)], STARTED, [stop_group(FINISHED, leftovers=True)], P.STOPPING
+        [Start(), ended(0), ended(1)], STARTED, [LEFTOVERS], P.STOPPING
     ),
     "starting: a stop is received": case(STARTING, STOP, [stop_group("enough")], P.STOPPING),
     "running: a success": case(RUNNING, ended(1), [], P.RUNNING),
     "running: the same success again": case([*RUNNING, ended(1)], ended(1), [], P.RUNNING),
-    "running: the last success": case(
-        [*RUNNING, ended(1)], ended(0), [stop_group(FINISHED, leftovers=True)], P.STOPPING
-    ),
+    "running: the last success": case([*RUNNING, ended(1)], ended(0), [LEFTOVERS], P.STOPPING),
     "running: a failure": case(RUNNING, ended(1, BAD), [stop_group(FAILED)], P.STOPPING),
     "running: a lost peer": case(RUNNING, lost_peer(0), [BackOff(0, CAUSE_S)], P.RUNNING),
     "running: a lost peer, and its cause": case(
@@ -200,36 +204,25 @@ ROWS: dict[str, Row] = {
     "deciding: SIGTERM received after a failure": case(
         [*RUNNING, leaving(1), group_stopped(failure())],
         SIGNAL,
-        [CancelBackOff(), finish_as(JobState.STOPPED, "SIGQUIT was received", 131, 0)],
+        [CancelBackOff(), QUIT],
         P.DONE,
         ONE_MORE,
     ),
     "deciding: no SIGTERM after a failure": case(
         [*RUNNING, leaving(1), group_stopped(failure())],
         BackoffElapsed(0),
-        [published_failure(failure()), restarting(GRANTED), StartGroup(1, 1)],
+        [PUBLISHED, restarting(GRANTED), StartGroup(1, 1)],
         P.STARTING,
         ONE_MORE,
     ),
     "stopping: stopped, failed, and SIGTERM received meanwhile": case(
-        [*RUNNING, leaving(1), SIGNAL],
-        group_stopped(failure()),
-        [finish_as(JobState.STOPPED, "SIGQUIT was received", 131, 0)],
-        P.DONE,
-        ONE_MORE,
+        [*RUNNING, leaving(1), SIGNAL], group_stopped(failure()), [QUIT], P.DONE, ONE_MORE
     ),
     "stopping: stopped, failed, and SIGTERM received just before": case(
-        [*RUNNING, SIGNAL, leaving(1)],
-        group_stopped(failure()),
-        [finish_as(JobState.STOPPED, "SIGQUIT was received", 131, 0)],
-        P.DONE,
-        ONE_MORE,
+        [*RUNNING, SIGNAL, leaving(1)], group_stopped(failure()), [QUIT], P.DONE, ONE_MORE
     ),
     "stopping: stopped, failed without a restart, perhaps by a SIGTERM to all": case(
-        [*RUNNING, leaving(1)],
-        group_stopped(failure()),
-        [published_failure(failure()), finish_as(JobState.FAILED, NO_MORE, 7, 0)],
-        P.DONE,
+        [*RUNNING, leaving(1)], group_stopped(failure()), [PUBLISHED, GIVEN_UP], P.DONE
     ),
     "running: a worker hangs": case(
         RUNNING,
@@ -237,9 +230,7 @@ ROWS: dict[str, Row] = {
         [stop_group("local rank 1: no heartbeat")],
         P.STOPPING,
     ),
-    "stopping: a worker hangs": case(
-        [*RUNNING, ended(1, BAD)], WorkerHung(0, 1, "no heartbeat"), [], P.STOPPING
-    ),
+    "stopping: a worker hangs": case(FAILING, WorkerHung(0, 1, "no heartbeat"), [], P.STOPPING),
     "running: a failure by signal": case(
         RUNNING,
         ended(0, ExitStatus(signal=9)),
@@ -254,91 +245,66 @@ ROWS: dict[str, Row] = {
     ),
     "running: a stop is received": case(RUNNING, STOP, [stop_group("enough")], P.STOPPING),
     "running: a signal": case(RUNNING, SIGNAL, [stop_group("SIGQUIT was received", 3)], P.STOPPING),
-    "stopping: another failure": case([*RUNNING, ended(1, BAD)], ended(0, BAD), [], P.STOPPING),
-    "stopping: a stop is received": case([*RUNNING, ended(1, BAD)], STOP, [], P.STOPPING),
+    "stopping: another failure": case(FAILING, ended(0, BAD), [], P.STOPPING),
+    "stopping: a stop is received": case(FAILING, STOP, [], P.STOPPING),
     "stopping: started late": case([Start(), ended(1, BAD)], STARTED, [], P.STOPPING),
     "stopping: stopped, all succeeded": case(
-        [*RUNNING, ended(0), ended(1)],
-        group_stopped(),
-        [finish_as(JobState.SUCCEEDED, FINISHED, 0, 0)],
-        P.DONE,
+        [*RUNNING, ended(0), ended(1)], group_stopped(), [SUCCEEDED], P.DONE
     ),
     "stopping: stopped, all succeeded although a stop was received": case(
-        [*RUNNING, ended(0), ended(1), STOP],
-        group_stopped(),
-        [finish_as(JobState.SUCCEEDED, FINISHED, 0, 0)],
-        P.DONE,
+        [*RUNNING, ended(0), ended(1), STOP], group_stopped(), [SUCCEEDED], P.DONE
     ),
     "stopping: stopped, a stop is received": case(
-        [*RUNNING, STOP],
-        group_stopped(),
-        [finish_as(JobState.STOPPED, "enough", 143, 0)],
-        P.DONE,
-        ONE_MORE,
+        [*RUNNING, STOP], group_stopped(), [STOPPED], P.DONE, ONE_MORE
     ),
     "stopping: stopped, signal received": case(
-        [*RUNNING, SIGNAL],
-        group_stopped(),
-        [finish_as(JobState.STOPPED, "SIGQUIT was received", 131, 0)],
-        P.DONE,
-        ONE_MORE,
+        [*RUNNING, SIGNAL], group_stopped(), [QUIT], P.DONE, ONE_MORE
     ),
     "stopping: stopped, failed, no restarts": case(
-        [*RUNNING, ended(1, BAD)],
+        FAILING,
         group_stopped(failure(3), failure(5)),
         [published_failure(failure(3), failure(5)), finish_as(JobState.FAILED, NO_MORE, 3, 0)],
         P.DONE,
     ),
     "stopping: stopped, killed, no restarts": case(
-        [*RUNNING, ended(1, BAD)],
+        FAILING,
         group_stopped(failure(signal=9)),
         [published_failure(failure(signal=9)), finish_as(JobState.FAILED, NO_MORE, 137, 0)],
         P.DONE,
     ),
     "stopping: stopped, failed, restart at once": case(
-        [*RUNNING, ended(1, BAD)],
+        FAILING,
         group_stopped(failure()),
-        [published_failure(failure()), restarting(GRANTED), StartGroup(1, 1)],
+        [PUBLISHED, restarting(GRANTED), StartGroup(1, 1)],
         P.STARTING,
         ONE_MORE,
     ),
     "stopping: stopped, failed, restart later": case(
-        [*RUNNING, ended(1, BAD)],
+        FAILING,
         group_stopped(failure()),
-        [
-            published_failure(failure()),
-            restarting("restart 1 of 3 (max restarts)", 4.0),
-            BackOff(1, 4.0),
-        ],
+        [PUBLISHED, restarting("restart 1 of 3 (max restarts)", 4.0), BackOff(1, 4.0)],
         P.BACKING_OFF,
         LATER,
     ),
     "stopping: stopped, failed, callback": case(
-        [*RUNNING, ended(1, BAD)],
-        group_stopped(failure()),
-        [published_failure(failure()), CallDecide(0, failure())],
-        P.DECIDING,
-        ASKING,
+        FAILING, group_stopped(failure()), [PUBLISHED, CallDecide(0, failure())], P.DECIDING, ASKING
     ),
     "stopping: stopped, failed, a stop replaces the restart": case(
         [*RUNNING, ended(1, BAD), STOP],
         group_stopped(failure()),
-        [published_failure(failure()), finish_as(JobState.STOPPED, "enough", 143, 0)],
+        [PUBLISHED, STOPPED],
         P.DONE,
         ONE_MORE,
     ),
     "stopping: stopped, failed, a stop replaces the callback": case(
         [*RUNNING, ended(1, BAD), STOP],
         group_stopped(failure()),
-        [published_failure(failure()), finish_as(JobState.STOPPED, "enough", 143, 0)],
+        [PUBLISHED, STOPPED],
         P.DONE,
         ASKING,
     ),
     "stopping: stopped, failed, no restart that a stop could prevent": case(
-        [*RUNNING, ended(1, BAD), STOP],
-        group_stopped(failure()),
-        [published_failure(failure()), finish_as(JobState.FAILED, NO_MORE, 7, 0)],
-        P.DONE,
+        [*RUNNING, ended(1, BAD), STOP], group_stopped(failure()), [PUBLISHED, GIVEN_UP], P.DONE
     ),
     "stopping: stopped, start failed for good": case(
         [Start(), start_failed(permanent=True)],
@@ -358,46 +324,30 @@ ROWS: dict[str, Row] = {
         ONE_MORE,
     ),
     "deciding: restart": case(
-        [*RUNNING, ended(1, BAD), group_stopped(failure())],
+        GONE,
         DecisionMade(0, RestartAction.RESTART),
         [restarting(f"{GRANTED}, restart.decide returned RESTART"), StartGroup(1, 1)],
         P.STARTING,
         ASKING,
     ),
     "deciding: default": case(
-        [*RUNNING, ended(1, BAD), group_stopped(failure())],
+        GONE,
         DecisionMade(0, RestartAction.DEFAULT),
         [restarting(GRANTED), StartGroup(1, 1)],
         P.STARTING,
         ASKING,
     ),
     "deciding: give up": case(
-        [*RUNNING, ended(1, BAD), group_stopped(failure())],
+        GONE,
         DecisionMade(0, RestartAction.GIVE_UP),
         [finish_as(JobState.FAILED, "restart.decide returned GIVE_UP", 7, 0)],
         P.DONE,
         ASKING,
     ),
-    "deciding: a stop is received": case(
-        [*RUNNING, ended(1, BAD), group_stopped(failure())],
-        SIGNAL,
-        [CancelBackOff(), finish_as(JobState.STOPPED, "SIGQUIT was received", 131, 0)],
-        P.DONE,
-        ASKING,
-    ),
-    "backing off: elapsed": case(
-        [*RUNNING, ended(1, BAD), group_stopped(failure())],
-        BackoffElapsed(1),
-        [StartGroup(1, 1)],
-        P.STARTING,
-        LATER,
-    ),
+    "deciding: a stop is received": case(GONE, SIGNAL, [CancelBackOff(), QUIT], P.DONE, ASKING),
+    "backing off: elapsed": case(GONE, BackoffElapsed(1), [StartGroup(1, 1)], P.STARTING, LATER),
     "backing off: a stop is received": case(
-        [*RUNNING, ended(1, BAD), group_stopped(failure())],
-        STOP,
-        [CancelBackOff(), finish_as(JobState.STOPPED, "enough", 143, 1)],
-        P.DONE,
-        LATER,
+        GONE, STOP, [CancelBackOff(), finish_as(JobState.STOPPED, "enough", 143, 1)], P.DONE, LATER
     ),
     "starting: a restart is requested": case(STARTING, AGAIN, [stop_group("new data")], P.STOPPING),
     "stopping for a requested restart: group stopped": case(
@@ -407,10 +357,7 @@ ROWS: dict[str, Row] = {
         P.STARTING,
     ),
     "stopping for a requested restart: a worker has failed by itself": case(
-        [*RUNNING, AGAIN],
-        group_stopped(failure()),
-        [published_failure(failure()), finish_as(JobState.FAILED, NO_MORE, 7, 0)],
-        P.DONE,
+        [*RUNNING, AGAIN], group_stopped(failure()), [PUBLISHED, GIVEN_UP], P.DONE
     ),
     "stopping for a requested restart: a process could not be killed": case(
         [*RUNNING, AGAIN],
@@ -419,29 +366,15 @@ ROWS: dict[str, Row] = {
         P.DONE,
     ),
     "stopping for a requested restart, and then a stop: group stopped": case(
-        [*RUNNING, AGAIN, STOP],
-        group_stopped(),
-        [finish_as(JobState.STOPPED, "enough", 143, 0)],
-        P.DONE,
+        [*RUNNING, AGAIN, STOP], group_stopped(), [STOPPED], P.DONE
     ),
-    "stopping: a restart is requested": case(
-        [*RUNNING, ended(1, BAD)], AGAIN, [], P.STOPPING, ONE_MORE
-    ),
+    "stopping: a restart is requested": case(FAILING, AGAIN, [], P.STOPPING, ONE_MORE),
     "stopping after success: a restart is requested": case(
-        [*RUNNING, ended(0), ended(1), AGAIN],
-        group_stopped(),
-        [finish_as(JobState.SUCCEEDED, FINISHED, 0, 0)],
-        P.DONE,
+        [*RUNNING, ended(0), ended(1), AGAIN], group_stopped(), [SUCCEEDED], P.DONE
     ),
-    "deciding: a restart is requested": case(
-        [*RUNNING, ended(1, BAD), group_stopped(failure())], AGAIN, [], P.DECIDING, ASKING
-    ),
+    "deciding: a restart is requested": case(GONE, AGAIN, [], P.DECIDING, ASKING),
     "backing off: a restart is requested": case(
-        [*RUNNING, ended(1, BAD), group_stopped(failure())],
-        AGAIN,
-        [CancelBackOff(), StartGroup(1, 1)],
-        P.STARTING,
-        LATER,
+        GONE, AGAIN, [CancelBackOff(), StartGroup(1, 1)], P.STARTING, LATER
     ),
 }
 
@@ -461,7 +394,7 @@ def test_each_row_of_the_table(
 def test_a_callback_that_fails_ends_the_job_with_its_error() -> None:
     """The callers get the exception of their callback."""
     error = KeyError("x")
-    one = machine(Start(), STARTED, ended(1, BAD), group_stopped(failure()), **ASKING)
+    one = machine(*GONE, **ASKING)
     effects = one.handle(DecisionFailed(0, "restart.decide raised KeyError", error))
     assert effects == [
         Finish(JobOutcome(JobState.FAILED, "restart.decide raised KeyError", 7, 0), error)
@@ -472,7 +405,7 @@ def test_a_callback_that_fails_ends_the_job_with_its_error() -> None:
 
 
 def test_a_callback_that_does_not_answer_ends_the_job() -> None:
-    one = machine(Start(), STARTED, ended(1, BAD), group_stopped(failure()), **ASKING)
+    one = machine(*GONE, **ASKING)
     why = "restart.decide has not returned within 600 s"
     assert one.handle(DecisionFailed(0, why)) == [finish_as(JobState.FAILED, why, 7, 0)]
     assert one.phase is P.DONE
@@ -497,7 +430,7 @@ def test_a_callback_is_not_asked_without_a_choice() -> None:
 
 def test_the_second_attempt_is_like_the_first() -> None:
     """Successes of a former attempt do not count for the next one."""
-    one = machine(Start(), STARTED, ended(0), ended(1, BAD), group_stopped(failure()), **ONE_MORE)
+    one = machine(*RUNNING, ended(0), ended(1, BAD), group_stopped(failure()), **ONE_MORE)
     assert one.attempt == 1
     one.handle(GroupStarted(1, 30.0))
     assert one.handle(ended(1, attempt=1)) == []
@@ -525,7 +458,7 @@ LATE: list[Input] = [
 @pytest.mark.parametrize("phase", [P.STARTING, P.RUNNING, P.STOPPING])
 def test_a_late_result_changes_nothing(late: Input, phase: P) -> None:
     """A result of another attempt is dropped, in every phase."""
-    one = machine(Start(), STARTED, ended(1, BAD), group_stopped(failure()), max_restarts=2)
+    one = machine(*GONE, max_restarts=2)
     if phase is not P.STARTING:
         one.handle(GroupStarted(1, 30.0))
     if phase is P.STOPPING:
@@ -540,7 +473,7 @@ def test_a_late_result_changes_nothing(late: Input, phase: P) -> None:
 @pytest.mark.parametrize("answer", [BackoffElapsed(0), DecisionMade(0, RestartAction.RESTART)])
 def test_a_result_that_is_not_awaited_is_dropped(answer: Input) -> None:
     """A delay or callback that was cancelled may still have a result."""
-    one = machine(Start(), STARTED)
+    one = machine(*RUNNING)
     assert one.handle(answer) == []
     assert one.phase is P.RUNNING
 
@@ -566,7 +499,7 @@ def test_after_the_end_there_are_no_effects(happening: Input) -> None:
 
 def test_a_stop_may_bring_its_own_plan() -> None:
     plan = StopPlan([("SIGINT", 1)])
-    (effect,) = machine(Start(), STARTED).handle(StopReceived("enough", plan=plan))
+    (effect,) = machine(*RUNNING).handle(StopReceived("enough", plan=plan))
     assert effect == StopGroup(0, plan, "enough")
 
 
@@ -591,7 +524,7 @@ def test_a_failure_does_not_end_a_group_that_waits_for_a_stop() -> None:
 
 def test_a_second_stop_changes_nothing() -> None:
     """The first reason and signal are kept."""
-    one = machine(Start(), STARTED, SIGNAL)
+    one = machine(*RUNNING, SIGNAL)
     assert one.handle(STOP) == []
     assert one.handle(group_stopped()) == [
         finish_as(JobState.STOPPED, "SIGQUIT was received", 131, 0)
@@ -601,11 +534,11 @@ def test_a_second_stop_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("options", "before"),
     [
-        ({}, [Start()]),
-        ({}, [Start(), STARTED]),
-        ({}, [Start(), STARTED, ended(1, BAD)]),
-        (LATER, [Start(), STARTED, ended(1, BAD), group_stopped(failure())]),
-        (ASKING, [Start(), STARTED, ended(1, BAD), group_stopped(failure())]),
+        ({}, STARTING),
+        ({}, RUNNING),
+        ({}, FAILING),
+        (LATER, GONE),
+        (ASKING, GONE),
     ],
     ids=["starting", "running", "stopping", "waiting", "deciding"],
 )
@@ -616,7 +549,7 @@ def test_a_job_starts_once(options: dict[str, Any], before: list[Input]) -> None
         one.handle(Start())
 
 
-@pytest.mark.parametrize("before", [[Start()], [Start(), STARTED]], ids=["starting", "running"])
+@pytest.mark.parametrize("before", [STARTING, RUNNING], ids=["starting", "running"])
 def test_a_group_does_not_vanish_by_itself(before: list[Input]) -> None:
     """The end of a group that was not stopped is an internal error."""
     one = machine(*before)
@@ -626,7 +559,7 @@ def test_a_group_does_not_vanish_by_itself(before: list[Input]) -> None:
 
 def test_a_repr_shows_phase_and_attempt() -> None:
     """The repr names phase, attempt and budget."""
-    one = machine(Start(), STARTED, max_restarts=3)
+    one = machine(*RUNNING, max_restarts=3)
     assert (
         repr(one) == "<SingleNodeMachine running, attempt 0, <RestartBudget: 0 of 3 restarts used>>"
     )
