@@ -10,6 +10,7 @@ launcher (see `compat.torch.installation`) into every Python that the program st
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Sequence
 
@@ -48,8 +49,6 @@ def main_exec(argv: Sequence[str]) -> int:
 
 
 def _parser() -> OptionParser:
-    import argparse
-
     parser = OptionParser(
         prog="aio-elastic exec",
         usage="aio-elastic exec program [arguments of the program]",

@@ -38,7 +38,7 @@ COMPILED_MAX = 12
 
 FOR_OTHER_JOBS = """
 agent.multi_node_driver cli.parser cli.rendezvous_options cli.restart_options cli.schedulers
-cli.sd_notify cli.suggestions cli.tls_options discovery event_json group hardware http logs.inotify
+cli.sd_notify cli.suggestions discovery event_json group hardware http logs.inotify
 logs.line_filter logs.reader logs.trimmer multiprocessing node_events process.calls process.fork
 process.forkserver rendezvous spec.rdzv_conf spec.torchrun stacks store.client store.server
 store.tls torch_events torch_logs torch_variables watch watch.forensics worker.bootstrap

@@ -164,8 +164,6 @@ from elastic_aio.spec.logs import LogDestinations, LogLayout
 class Flat(LogLayout):
     """All in one directory."""
 
-    __slots__ = ()
-
     def plan(self, worker):
         path = f"{self.log_dir}/flat/{worker.attempt}-{worker.local_rank}.txt"
         return LogDestinations(stdout=path, stderr="/dev/null")
@@ -174,8 +172,6 @@ class Flat(LogLayout):
 
 class Flat(LogLayout):
     """Streams of all workers in one directory."""
-
-    __slots__ = ()
 
     def plan(self, worker: LogLayoutContext) -> LogDestinations:
         name = f"{self.log_dir}/flat/{worker.attempt}-{worker.local_rank}"
@@ -188,8 +184,6 @@ class Flat(LogLayout):
 class Wrong(LogLayout):
     """Cannot decide."""
 
-    __slots__ = ()
-
     def plan(self, worker: LogLayoutContext) -> LogDestinations:
         raise LookupError("where to?")
 
@@ -198,8 +192,6 @@ def test_a_layout_is_only_a_plan() -> None:
     """None inherits a stream and /dev/null drops it; nothing is opened."""
 
     class Mixed(LogLayout):
-        __slots__ = ()
-
         def plan(self, worker: LogLayoutContext) -> LogDestinations:
             return LogDestinations(stderr=os.devnull)
 
