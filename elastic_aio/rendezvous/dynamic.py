@@ -58,9 +58,10 @@ from elastic_aio.rendezvous.messages import PROBE_TIMEOUT, MemberStatus, ProbePe
 from elastic_aio.rendezvous.session import FormerStay, StoreSession
 from elastic_aio.rendezvous.state import RoundSettings
 from elastic_aio.spec.checks import parse_host_port
+from elastic_aio.spec.fields import changed_fields
 from elastic_aio.spec.job import Command, LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
-from elastic_aio.spec.restart import Backoff, RestartBudget, changed_settings
+from elastic_aio.spec.restart import Backoff, RestartBudget
 from elastic_aio.store import Dropped
 from elastic_aio.text import truncate
 
@@ -669,7 +670,7 @@ def _round_settings(spec: LaunchSpec) -> RoundSettings:
         heartbeat_timeout=settings.heartbeat_timeout,
         fence=FENCE,
         order_timeout=order_timeout(spec),
-        policy=changed_settings(spec.max_restarts, spec.restart) | settings.changed_settings,
+        policy=changed_fields(spec),
         program=os.path.basename(spec.name),
         uid=os.getuid(),
         any_program=settings.any_program,

@@ -183,11 +183,13 @@ class SpecValue:
     __spec_prefix__: ClassVar[str] = ""
     """Precedes the names of the fields in errors."""
 
-    def __init_subclass__(cls, prefix: str | None = None) -> None:
+    def __init_subclass__(cls, prefix: str | None = None, alike: bool = False) -> None:
+        """Take the fields out of the class; with `alike`, each is so."""
         super().__init_subclass__()
         found = {name: each for name, each in vars(cls).items() if isinstance(each, Field)}
-        for name in found:
+        for name, each in found.items():
             delattr(cls, name)
+            each.is_alike |= alike
         cls.__spec_fields__ = {**cls.__spec_fields__, **found}
         if not TYPE_CHECKING:
             cls.__match_args__ = tuple(cls.__spec_fields__)
@@ -270,3 +272,22 @@ def all_fields(owner: type[SpecValue]) -> Iterator[tuple[str, Field]]:
         yield f"{owner.__spec_prefix__}{name}", each
         if (part := part_of(each)) is not None:
             yield from all_fields(part)
+
+
+_TEXT_MAX: Final = 100
+"""Characters of a field that is compared with that of another node."""
+
+
+def changed_fields(value: SpecValue) -> dict[str, str]:
+    """Return the fields that nodes must have alike and are not the defaults, as text to compare."""
+    found: dict[str, str] = {}
+    for name, each in value.__spec_fields__.items():
+        content = getattr(value, name)
+        if part_of(each) is not None:
+            found |= changed_fields(content)
+        elif each.is_alike and content != each.default:
+            content = sorted(content) if isinstance(content, frozenset) else content
+            text = f"{content:g}" if isinstance(content, float) else str(content)
+            text = getattr(content, "__qualname__", text)
+            found[f"{value.__spec_prefix__}{name}"] = text[:_TEXT_MAX]
+    return found

@@ -246,6 +246,7 @@ class LaunchSpec(SpecValue, prefix=""):
     max_restarts: Converted[int, int | Literal["unlimited"]] = field(
         default=0,
         check=_max_restarts,
+        alike=True,
         option=torchrun_option(
             "--max-restarts N",
             "restarts of the group after failures: a number, or 'unlimited' (default 0)",

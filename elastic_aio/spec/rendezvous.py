@@ -25,7 +25,6 @@ from elastic_aio.spec.fields import (
     SpecValue,
     field,
     own_option,
-    spec_fields,
     torchrun_option,
 )
 from elastic_aio.spec.tls import TlsSpec, checked_tls
@@ -345,17 +344,6 @@ class RendezvousSpec(SpecValue, prefix="rendezvous."):
     def endpoints(self) -> tuple[str, ...]:
         """The endpoints as `HOST:PORT` or `[IPV6]:PORT`, in the order they are tried."""
         return parse_endpoints("rendezvous.endpoint", self.endpoint, self._default_port)
-
-    @property
-    def changed_settings(self) -> dict[str, str]:
-        """The settings that nodes must have alike and are not the defaults, as text."""
-        found = {}
-        for name, each in spec_fields(RendezvousSpec).items():
-            value = getattr(self, name)
-            if each.is_alike and value != each.default:
-                text = str(value) if isinstance(value, bool | str) else f"{value:g}"
-                found[f"rendezvous.{name}"] = text
-        return found
 
     def check_with(self, maximum: int) -> None:
         """Raise `SpecError` for settings that a job of 2 to `maximum` nodes cannot use."""

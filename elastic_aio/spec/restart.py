@@ -22,7 +22,7 @@ from elastic_aio.spec.checks import (
     is_integer,
     optional,
 )
-from elastic_aio.spec.fields import Converted, SpecValue, field, own_option, spec_fields
+from elastic_aio.spec.fields import Converted, SpecValue, field, own_option
 from elastic_aio.text import counted
 from elastic_aio.value import Value
 
@@ -123,10 +123,6 @@ class NodeLosses(Value, frozen=True, kw_only=True):
         return f"{self.count} within {self.seconds:g} s"
 
 
-_TEXT_MAX = 100
-"""Characters of a setting that is compared with that of another node."""
-
-
 class RestartAction(Enum):
     """What `RestartPolicy.decide` returns: what to do about a failure."""
 
@@ -209,7 +205,7 @@ def _checked_losses(name: str, losses: object) -> NodeLosses:
     return losses
 
 
-class RestartPolicy(SpecValue, prefix="restart."):
+class RestartPolicy(SpecValue, prefix="restart.", alike=True):
     """Which failures are followed by another attempt, and after which delay."""
 
     backoff: Backoff | None = field(
@@ -307,18 +303,6 @@ class RestartPolicy(SpecValue, prefix="restart."):
         for name, value in settings.items():
             if value is not None and max_restarts == 0:
                 raise SpecError(name, value, "has no effect unless max_restarts is at least 1")
-
-
-def changed_settings(max_restarts: int, policy: RestartPolicy) -> dict[str, str]:
-    """Return the settings that are not the defaults as text, to compare those of two nodes."""
-    found = {"max_restarts": str(max_restarts)} if max_restarts else {}
-    for name, each in spec_fields(RestartPolicy).items():
-        value = getattr(policy, name)
-        if value != each.default:
-            value = sorted(value) if isinstance(value, frozenset) else value
-            text = getattr(value, "__qualname__", None) or str(value)
-            found[f"restart.{name}"] = text[:_TEXT_MAX]
-    return found
 
 
 class RestartDecision(Struct, frozen=True):

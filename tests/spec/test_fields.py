@@ -12,18 +12,29 @@ from typing import Any
 
 import pytest
 
-from elastic_aio import LogSpec, SpecError, StopPlan, StopStep
+from elastic_aio import (
+    LaunchSpec,
+    LogSpec,
+    RendezvousSpec,
+    RestartPolicy,
+    SpecError,
+    StopPlan,
+    StopStep,
+)
 from elastic_aio.cli.options import fields_from
+from elastic_aio.outcome import Failure
 from elastic_aio.spec.checks import OneOf, Seconds, UsageError, Whole, checked_items
 from elastic_aio.spec.fields import (
     Converted,
     Option,
     SpecValue,
     all_fields,
+    changed_fields,
     field,
     own_option,
     torchrun_option,
 )
+from elastic_aio.spec.restart import RestartAction
 
 
 def _sorted(name: str, value: object) -> tuple[Any, ...]:
@@ -159,3 +170,24 @@ def test_options_set_fields_by_their_checks() -> None:
     for name, text in (("plate_wait", "0"), ("plates", "0"), ("plates", "")):
         with pytest.raises(UsageError, match=r"^--plate"):
             fields_from({**VALUES, name: text}, Plate)
+
+
+def ask(failure: Failure) -> RestartAction:
+    raise AssertionError
+
+
+def test_changed_fields_are_comparable_texts() -> None:
+    """The same on two nodes with the same settings: no addresses, no order of a set."""
+    assert changed_fields(LaunchSpec("x", role="mine", nproc_per_node=3)) == {}
+    policy = RestartPolicy(window=(2, 60.0), never_on=[9, 3], decide=ask, node_losses=None)
+    rendezvous = RendezvousSpec(join_timeout=1.5, keep_workers=False, token="t" * 16)
+    spec = LaunchSpec("x", max_restarts=4, restart=policy, rendezvous=rendezvous)
+    assert changed_fields(spec) == {
+        "max_restarts": "4",
+        "restart.window": "2 within 60 s",
+        "restart.never_on": "[3, 9]",
+        "restart.decide": "ask",
+        "restart.node_losses": "None",
+        "rendezvous.join_timeout": "1.5",
+        "rendezvous.keep_workers": "False",
+    }

@@ -21,7 +21,6 @@ from elastic_aio.spec.restart import (
     RestartHistory,
     RestartPolicy,
     RestartWindow,
-    changed_settings,
 )
 from tests.support.restarts import at_once
 
@@ -375,20 +374,3 @@ def test_a_budget_continues_from_the_history_of_another() -> None:
     counted = following.history(1050.0)
     assert counted is not None
     assert counted.restart_ages == (40.0, 30.0, 0.0)
-
-
-def ask(failure: Failure) -> RestartAction:
-    raise AssertionError
-
-
-def test_changed_settings_are_comparable_texts() -> None:
-    """The same on two nodes with the same settings: no addresses, no order of a set."""
-    assert changed_settings(0, RestartPolicy()) == {}
-    policy = RestartPolicy(window=(2, 60.0), never_on=[9, 3], decide=ask, node_losses=None)
-    assert changed_settings(4, policy) == {
-        "max_restarts": "4",
-        "restart.window": "2 within 60 s",
-        "restart.never_on": "[3, 9]",
-        "restart.decide": "ask",
-        "restart.node_losses": "None",
-    }
