@@ -81,13 +81,14 @@ def own_option(usage: str, help: str, *, has_variable: bool = False) -> Option:
     return torchrun_option(usage, help, has_variable=has_variable, is_own=True)
 
 
-class ConfKey(Struct, frozen=True):
+class ConfKey(Struct):
     """A key of `--rdzv-conf`; `default` is how the help names its default, if that differs."""
 
-    name: str
     default: str = ""
     least: int | None = None
     """The least value of a number of whole seconds; None: the value is text or a switch."""
+    name: str = ""
+    """That of the field: its class sets it."""
 
     @property
     def label(self) -> str:
@@ -127,7 +128,6 @@ def field(
     """
     if check is None and isinstance(default, (bool, SpecValue)):
         check = checked_bool if isinstance(default, bool) else Part(type(default))
-    label = label or ("" if option is None else option.label)
     return Field(default, check, option, label, not kw_only, hidden, alike)
 
 
@@ -190,6 +190,10 @@ class SpecValue:
         for name, each in found.items():
             delattr(cls, name)
             each.is_alike |= alike
+            if isinstance(each.option, ConfKey):
+                each.option.name = f"{prefix}{name}".removeprefix("rendezvous.").replace(".", "_")
+            if each.option is not None:
+                each.label = each.option.label
         cls.__spec_fields__ = {**cls.__spec_fields__, **found}
         if not TYPE_CHECKING:
             cls.__match_args__ = tuple(cls.__spec_fields__)

@@ -33,24 +33,20 @@ class TlsSpec(SpecValue, prefix="tls."):
     """
 
     cert: Converted[str | None, str | PathLike[str] | None] = field(
-        default=None, check=checked_path, option=ConfKey("tls_cert")
+        default=None, check=checked_path, option=ConfKey()
     )
     """File with the certificate of this side, followed by those of intermediate CAs."""
     key: Converted[str | None, str | PathLike[str] | None] = field(
-        default=None, check=checked_path, option=ConfKey("tls_key")
+        default=None, check=checked_path, option=ConfKey()
     )
     """File with the private key of `cert`, not encrypted; the same file may hold both."""
     ca: Converted[str | None, str | PathLike[str] | None] = field(
-        default=None, check=checked_path, option=ConfKey("tls_ca")
+        default=None, check=checked_path, option=ConfKey()
     )
     """File with the certificates of the CAs that the other side's certificate is verified by."""
-    client_auth: bool | None = field(
-        default=None, check=_client_auth, option=ConfKey("tls_client_auth")
-    )
+    client_auth: bool | None = field(default=None, check=_client_auth, option=ConfKey())
     """Whether a server requires a certificate of `ca` from its clients; None: if it has a `ca`."""
-    server_name: str | None = field(
-        default=None, check=checked_name, option=ConfKey("tls_server_name")
-    )
+    server_name: str | None = field(default=None, check=checked_name, option=ConfKey())
     """Name or address that the server's certificate must have; None: the host of the endpoint."""
 
     def _check(self) -> None:
