@@ -17,7 +17,13 @@ from elastic_aio.spec.checks import (
     read_token,
 )
 from elastic_aio.spec.fields import ConfKey, spec_fields
-from elastic_aio.spec.rendezvous import ENGINES, EngineEntry, EngineSpec, RendezvousSpec
+from elastic_aio.spec.rendezvous import (
+    ENGINES,
+    RETENTION_MIN,
+    EngineEntry,
+    EngineSpec,
+    RendezvousSpec,
+)
 from elastic_aio.spec.tls import TlsSpec
 from elastic_aio.text import did_you_mean
 
@@ -36,8 +42,6 @@ _STATIC_TIMEOUT: Final = "900"
 
 ENGINE: Final = ("user", "key_prefix", "retention", "password_file")
 """Keys of `EngineSpec` that all engines have, and the file with the password."""
-
-_RETENTION_MIN: Final = 60
 
 _OPTION_OF_PARAMETER: Final = {
     "backend": "--rdzv-backend",
@@ -169,7 +173,7 @@ def _engine(pairs: Mapping[str, str], entry: EngineEntry) -> dict[str, Any]:
     names = ("user", "key_prefix", *entry.settings)
     fields: dict[str, Any] = {name: pairs[name] for name in names if name in pairs}
     if "retention" in pairs:
-        fields["retention"] = _seconds("retention", pairs["retention"], _RETENTION_MIN)
+        fields["retention"] = _seconds("retention", pairs["retention"], RETENTION_MIN)
     return fields
 
 

@@ -84,7 +84,7 @@ _HEARTBEAT_MIN: Final = 2.0
 
 _WILDCARDS: Final = ("0.0.0.0", "::", "::0", "0")
 
-_RETENTION_MIN: Final = 60.0
+RETENTION_MIN: Final = 60
 """Seconds; a job must outlive a short failure of the engine."""
 
 
@@ -103,7 +103,7 @@ class EngineSpec(SpecValue, prefix="engine."):
     """Name of the master that the endpoints, Redis Sentinels, know; None: they are servers."""
     key_prefix: str = field(default="/rendezvous", check=checked_text)
     """Precedes the keys of all jobs: two clusters that share an engine need different ones."""
-    retention: float = field(default=86400.0, check=Seconds(at_least=_RETENTION_MIN))
+    retention: float = field(default=86400.0, check=Seconds(at_least=RETENTION_MIN))
     """Seconds after which the keys of a job are removed that has ended, or lost all nodes."""
 
     def _check(self) -> None:
