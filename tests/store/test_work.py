@@ -126,7 +126,7 @@ async def test_departed_leases_are_bounded(dropped: list[Dropped]) -> None:
                     peer.send(encode(wire.LEASED_SET, key, (b"", lease_id), 2))
                     await peer.receive(9)
             await until(lambda: server.connection_count == 0)
-            await until(lambda: len(server.keyspace._values) == min(2 * number + 2, 5))  # noqa: B023
+            await until(lambda: server.keyspace.num_keys() == min(2 * number + 2, 5))  # noqa: B023
         left = {key.split(b"/")[1] for key in server.keyspace.list_keys()}
         assert left == {b"1", b"2", b"3"}
 
