@@ -62,7 +62,6 @@ def wire_value(value: Value) -> bytes:
 
 
 def wire_keys(keys: Iterable[str], prefix: str) -> tuple[bytes, ...]:
-    """Encode keys."""
     names = tuple(wire_key(key, prefix) for key in checked_items("keys", keys))
     if len(names) > LIMITS.count:
         raise SpecError("keys", f"{len(names)} keys", f"must be at most {LIMITS.count}")
@@ -528,7 +527,6 @@ class PrefixedStore(Store):
     """A view of a store under a prefix; made by `Store.prefixed`."""
 
     def __init__(self, store: Store, name: str) -> None:
-        """Create the view `name` of `store`."""
         self._timeout, self._min_ttl = store._timeout, store._min_ttl
         self._store = store
         self._prefix = store._prefix + checked_text("prefix", name) + "/"

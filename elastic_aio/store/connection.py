@@ -17,13 +17,7 @@ from elastic_aio.aio import random_bytes
 from elastic_aio.sockets import format_endpoint, limit_read_size
 from elastic_aio.store import replies, wire
 from elastic_aio.store.keyspace import PENDING, Client, Keyspace
-from elastic_aio.store.limits import (
-    KEYS_AT_ONCE,
-    Dropped,
-    OperationRefused,
-    ServerLimits,
-    in_parts,
-)
+from elastic_aio.store.limits import KEYS_AT_ONCE, Dropped, OperationRefused, ServerLimits, in_parts
 from elastic_aio.store.replies import ENCODER_OF, LARGE, HelloReply, Pieces, RawChange, tagged
 from elastic_aio.store.wire import Request, RequestReader, WireError, WireLimits
 
@@ -89,7 +83,6 @@ class ReplyQueue:
         """Bytes in the queue."""
 
     def extend(self, pieces: Iterable[bytes]) -> None:
-        """Append pieces of replies."""
         for piece in pieces:
             self.size += len(piece)
             if len(piece) >= LARGE:
@@ -119,7 +112,6 @@ class ReplyQueue:
         return sum(map(self._buffers.weight, self._pieces)) + len(self._block)
 
     def clear(self) -> None:
-        """Drop all replies."""
         self._end_block()
         while self._pieces:
             self._pop()
@@ -154,7 +146,6 @@ _IDENTIFYING: Final = (wire.RESERVED_KEY,)
 
 # For the many watches of one change, one after another.
 _encode_change = lru_cache(maxsize=1)(replies.encode_change)
-
 
 _SHORT: Final = 4096
 """Bytes of a value that the first message of its watch has at once, as most have."""
@@ -226,7 +217,6 @@ class Service:
             await asyncio.wait_for(self._all_gone.wait(), _CLOSE_TIMEOUT)
 
     def now(self) -> float:
-        """Return the clock of the leases, in seconds."""
         return self.loop.time()
 
     def admit(self, connection: Connection) -> bool:
@@ -976,7 +966,6 @@ class Connection(asyncio.Protocol, Client):
         self._transport.close()
 
     def abort(self) -> None:
-        """Close the connection now."""
         self._transport.abort()
 
     # Hooks of the keyspace.

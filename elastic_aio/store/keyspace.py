@@ -367,11 +367,9 @@ class LeaseTable:
 
     @property
     def has_any(self) -> bool:
-        """Whether there is a lease that has not ended."""
         return bool(self._leases)
 
     def find(self, lease_id: bytes) -> LeaseRecord | None:
-        """Return the lease, or None if it has ended."""
         return self._leases.get(lease_id)
 
     def grant(
@@ -546,7 +544,6 @@ class WatchTable:
     """
 
     def __init__(self, limits: KeyspaceLimits, usage: Usage, work: Work) -> None:
-        """Begin without watches."""
         self._limits = limits
         self._usage = usage
         self._work = work
@@ -816,11 +813,9 @@ class Keyspace:
         return self._checked_reply([self._values.get(key, b"") for key in keys])
 
     def have_values(self, keys: Sequence[bytes]) -> bool:
-        """Return whether all keys have a value."""
         return all(key in self._values for key in keys)
 
     def size_of(self, key: bytes) -> int:
-        """Return the size of a value."""
         return len(self._values.get(key, b""))
 
     def is_large(self, keys: Sequence[bytes]) -> bool:
@@ -875,7 +870,6 @@ class Keyspace:
         return 0
 
     def missing(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Return the keys that are not present."""
         values, queues = self._values, self._queues
         return [key for key in keys if key not in values and key not in queues]
 
@@ -1089,7 +1083,6 @@ class Keyspace:
         return items
 
     def check_reply(self, size: int) -> None:
-        """Refuse a reply with so many bytes."""
         limit = self._limits.reply
         if size > limit:
             raise OperationRefused(f"the reply has {size} bytes: the limit is {limit} bytes")

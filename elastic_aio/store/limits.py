@@ -138,7 +138,6 @@ class Usage:
         self.left -= size
 
     def refuse(self) -> NoReturn:
-        """Refuse an operation for which no bytes are left."""
         raise OperationRefused(f"the store is full: its limit is {self.limit} bytes")
 
 
@@ -162,7 +161,6 @@ class Work:
         self.left, self.on_spent = self.at_once, on_spent
 
     def spend(self, units: int) -> None:
-        """Account for work that has been done."""
         self.left -= units
         if self.left <= 0 and self.on_spent is not None:
             self.on_spent()

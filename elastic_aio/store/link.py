@@ -205,7 +205,6 @@ class Link(asyncio.Protocol):
 
 
 def fail_if_pending(future: asyncio.Future[Any], error: Exception) -> None:
-    """Set the exception of `future` unless it is done."""
     if not future.done():
         future.set_exception(error)
         # Mark it as retrieved: the waiter may have been cancelled, which is no bug.
@@ -515,7 +514,6 @@ class TaggedLink(Link):
         await future
 
     def unwatch(self, watch: FedWatch) -> None:
-        """Stop feeding `watch`."""
         tag = self._watch_tags.pop(watch, None)
         if tag is not None and self._listeners.pop(tag, None) is not None:
             self._post(wire.CANCEL, b"", tag)

@@ -40,7 +40,6 @@ class ReplyTooLarge(WireError):
     """A reply is larger than `MAX_REPLY`: the connection cannot be used any more."""
 
     def __init__(self, size: int) -> None:
-        """Name the size in bytes."""
         super().__init__(f"has a reply of {size} bytes: the limit is {MAX_REPLY} bytes")
 
 
@@ -189,14 +188,12 @@ ENCODER_OF: Final[tuple[Callable[[Any], bytes | Pieces], ...]] = tuple(
 
 
 def tagged(tag: int, status: int, payload: bytes | Pieces) -> bytes | Pieces:
-    """Return a reply of the tagged dialect."""
     if isinstance(payload, bytes):
         return _HEAD.pack(tag, status, len(payload)) + payload
     return [_HEAD.pack(tag, status, sum(map(len, payload))), *payload]
 
 
 def encode_change(change: RawChange) -> bytes | Pieces:
-    """Return the payload of one change."""
     key, value = change.key, change.value
     head = _NOTIFICATION.pack(change.kind, change.revision, len(key)) + key
     return head + value if len(value) < LARGE else [head, value]
