@@ -31,9 +31,9 @@ from elastic_aio.store import wire
 from elastic_aio.store.base import MIN_TTL, FedWatch, HeldLease, Store, check_timeout
 from elastic_aio.store.link import (
     PLAIN_PEER,
+    Link,
     LinkLost,
     LinkOptions,
-    PlainLink,
     TaggedLink,
     client_context,
     open_link,
@@ -117,7 +117,7 @@ class RemoteStore(Store):
         self._connect_timeout = timeout
         self._reconnect_for = reconnect_for
         self._survive_server_restart = survive_server_restart
-        self._link: PlainLink | TaggedLink | None = None
+        self._link: Link | None = None
         self._last_received_at = self._last_reply_at = 0.0
         # Why the store cannot be used any more.
         self._error: StoreError | None = None
@@ -169,7 +169,7 @@ class RemoteStore(Store):
         if self._lost is not None:
             raise StoreClosed("a store is connected once; call connect() again")
 
-    def _begin(self, link: PlainLink | TaggedLink) -> None:
+    def _begin(self, link: Link) -> None:
         self._lost = asyncio.get_running_loop().create_future()
         self._use(link)
         self._schedule_heartbeat()
@@ -254,7 +254,7 @@ class RemoteStore(Store):
         except LinkLost as error:
             raise self._lost_with(link, error) from None
 
-    def _lost_with(self, link: PlainLink | TaggedLink, error: LinkLost) -> StoreError:
+    def _lost_with(self, link: Link, error: LinkLost) -> StoreError:
         """Return the error of a change that has got no reply before the end of `link`."""
         if self._error is not None:
             return self._error
@@ -331,12 +331,12 @@ class RemoteStore(Store):
 
     # The connection.
 
-    def _drop_link(self, link: PlainLink | TaggedLink) -> None:
+    def _drop_link(self, link: Link) -> None:
         # The connection has just ended; `_reconnect` runs in a later loop iteration.
         if self._link is link:
             self._link = None
 
-    async def _wait_connected(self) -> PlainLink | TaggedLink:
+    async def _wait_connected(self) -> Link:
         while self._link is None:
             if self._error is not None:
                 raise self._error
@@ -345,17 +345,17 @@ class RemoteStore(Store):
             await self._link_changed.wait()
         return self._link
 
-    def _use(self, link: PlainLink | TaggedLink) -> None:
+    def _use(self, link: Link) -> None:
         self._link = link
         self._link_changed.notify_all()
         link.ended.add_done_callback(lambda _: self._on_ended(link))
 
-    def _on_ended(self, link: PlainLink | TaggedLink) -> None:
+    def _on_ended(self, link: Link) -> None:
         if not isinstance(self._error, StoreClosed):
             # Its pending operations see first that this connection has ended.
             self._keeper = create_task(self._reconnect(link), f"store {self._address}")
 
-    async def _reconnect(self, former: PlainLink | TaggedLink) -> None:
+    async def _reconnect(self, former: Link) -> None:
         """Reopen the connection, unless that fails for too long."""
         reason = former.ended.result()
         self._link = None
@@ -373,10 +373,10 @@ class RemoteStore(Store):
         else:
             self._use(link)
 
-    def _note_times(self, link: PlainLink | TaggedLink) -> None:
+    def _note_times(self, link: Link) -> None:
         self._last_received_at, self._last_reply_at = link.last_received_at, link.last_reply_at
 
-    async def _reopen(self, former_instance: bytes) -> PlainLink | TaggedLink:
+    async def _reopen(self, former_instance: bytes) -> Link:
         """Open a connection and resume the leases and watches on it."""
         end = asyncio.get_running_loop().time() + self._reconnect_for
         for lease in [lease for lease in self._leases if not lease.linger]:
@@ -397,7 +397,7 @@ class RemoteStore(Store):
                 raise
             return link
 
-    async def _resume(self, link: PlainLink | TaggedLink, *, is_same_server: bool) -> None:
+    async def _resume(self, link: Link, *, is_same_server: bool) -> None:
         for lease in list(self._leases):
             is_alive = (
                 is_same_server
@@ -418,7 +418,7 @@ class RemoteStore(Store):
             except StoreRefused as error:
                 watch.fail(error)
 
-    async def _open(self, timeout: float) -> PlainLink | TaggedLink:
+    async def _open(self, timeout: float) -> Link:
         """Try to connect until an attempt succeeds.
 
         Raises:

@@ -126,6 +126,17 @@ class Link(asyncio.Protocol):
         self._flush()
         self._transport.close()
 
+    async def call(self, op: int, key: bytes, argument: Any) -> Any:
+        """Carry out a request.
+
+        Cancellation: withdraws a wait; an item popped before is put back.
+
+        Raises:
+            LinkLost: the connection has ended; a change may have been made.
+            StoreRefused: the server refuses the request, or has no such operation.
+        """
+        raise NotImplementedError
+
     def _fail_all(self, error: LinkLost) -> None:
         raise NotImplementedError
 
@@ -277,12 +288,7 @@ class PlainLink(Link):
         super().close()
 
     async def call(self, op: int, key: bytes, argument: Any) -> Any:
-        """Carry out a request, as several plain ones where the dialect lacks it.
-
-        Raises:
-            LinkLost: the connection has ended; a change may have been made.
-            StoreRefused: a plain server has no such operation.
-        """
+        """Carry out a request, as several plain ones where the dialect lacks it."""
         while self._is_write_paused:
             await self._write_resumed.wait()
         if op == wire.GET_WHEN_SET:
@@ -479,14 +485,6 @@ class TaggedLink(Link):
             fail_if_pending(request.future, LinkLost(str(error)))
 
     async def call(self, op: int, key: bytes, argument: Any) -> Any:
-        """Carry out a request.
-
-        Cancellation: withdraws a wait; an item popped meanwhile is put back.
-
-        Raises:
-            LinkLost: the connection has ended; a change may have been made.
-            StoreRefused: the server refuses the request.
-        """
         while self._is_write_paused:
             await self._write_resumed.wait()
         tag, future = self._request(op, key, argument)
@@ -611,9 +609,7 @@ def client_context(tls: TlsSpec | None) -> TlsContext | None:
     return TlsContext(checked, is_server=False)
 
 
-async def open_link(
-    options: LinkOptions, sock: socket.socket | None = None
-) -> PlainLink | TaggedLink:
+async def open_link(options: LinkOptions, sock: socket.socket | None = None) -> Link:
     """Connect, identify the server, and return a link in its dialect.
 
     `sock` is a connected socket to use instead; the link owns it from now on.  The caller
@@ -681,7 +677,7 @@ async def _connect(
     link.open()
 
 
-async def _choose_dialect(link: PlainLink, options: LinkOptions) -> PlainLink | TaggedLink:
+async def _choose_dialect(link: PlainLink, options: LinkOptions) -> Link:
     ping = link.request(wire.PING, b"", _PING_NONCE)
     reserved = link.request(wire.CHECK, b"", (wire.RESERVED_KEY,))
     _check_pong(await ping)

@@ -22,6 +22,7 @@ from elastic_aio.store import (
     wire,
 )
 from elastic_aio.store.connection import Connection
+from elastic_aio.store.link import TaggedLink
 from elastic_aio.store.wire import OPENING, encode
 from tests.store.peers import MIB, connected, program, serving
 from tests.support.children import until
@@ -219,7 +220,7 @@ async def test_a_cancelled_watch_owes_no_reply(server: StoreServer, store: Remot
             task.cancel()
             await asyncio.wait([task])
     await store.num_keys()
-    assert store._link is not None
+    assert isinstance(store._link, TaggedLink)
     assert store._link._replies_due == 0
     assert store._link._pending == {}
 
