@@ -11,8 +11,8 @@ import abc
 import asyncio
 import random
 import ssl
-from collections.abc import Awaitable, Callable
-from typing import ClassVar, Final, Generic, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, ClassVar, Final, Generic, Protocol, TypeVar
 
 from msgspec import Struct
 
@@ -24,8 +24,6 @@ from elastic_aio.store.link import client_context
 from elastic_aio.text import error_reason
 
 _RETRY: Final = Backoff(initial=0.05, factor=2.0, cap=1.0)
-
-_T = TypeVar("_T")
 
 
 class NotDone(Exception):
@@ -121,21 +119,20 @@ class EngineLink(abc.ABC, Generic[_C]):
     def _connections(self) -> list[_C]:
         """Return all connections that are open."""
 
-    async def _repeat(
-        self,
-        attempt: Callable[[int], Awaitable[_T]],
-        *,
-        is_repeatable: bool,
-        deadline: float | None,
-    ) -> tuple[_T, bool]:
-        """Call `attempt` with a server until it succeeds, until `deadline` (of the loop) if given.
+    @abc.abstractmethod
+    async def _attempt(self, member: int, request: Any) -> Any:
+        """Let a server carry out a request; NotDone or NotAnswered: another attempt may help."""
 
-        It raises NotDone or NotAnswered if another attempt may help.
+    async def repeat(
+        self, request: Any, *, is_repeatable: bool = True, deadline: float | None = None
+    ) -> tuple[Any, bool]:
+        """Send a request until it is answered, until `deadline` (of the loop) if given.
 
         Returns:
             The result, and whether an earlier attempt may have been carried out too.
 
         Raises:
+            StoreRefused: the engine refuses it.
             StoreLost: the link is lost, or the request must not be sent again.
             StoreTimeout: no server has answered until `deadline`.
         """
@@ -145,7 +142,7 @@ class EngineLink(abc.ABC, Generic[_C]):
             self.check()
             member = self._current
             try:
-                return await attempt(member), is_repeat
+                return await self._attempt(member, request), is_repeat
             except NotDone as error:
                 reason = str(error)
             except NotAnswered as error:

@@ -112,13 +112,10 @@ class EtcdLink(EngineLink[HttpConnection]):
         self._login = asyncio.Lock()
 
     async def request(self, request: Request, deadline: float | None = None) -> Any:
-        """Send a request until it is answered, until `deadline` (of the loop) if given.
+        """Send a request, with others of this moment; as `repeat`.
 
         Raises:
             EtcdError: etcd reports an error that the caller handles.
-            StoreRefused: etcd refuses the request.
-            StoreLost: the link is lost, or the request must not be sent again.
-            StoreTimeout: no member has answered until `deadline`.
         """
         if request.operation is None or deadline is not None:
             return await self._request(request, deadline)
@@ -167,10 +164,8 @@ class EtcdLink(EngineLink[HttpConnection]):
             await cancel_and_wait(list(self._sending))
 
     async def _request(self, request: Request, deadline: float | None = None) -> Any:
-        reply, is_repeat = await self._repeat(
-            lambda member: self._attempt(member, request),
-            is_repeatable=request.is_repeatable,
-            deadline=deadline,
+        reply, is_repeat = await self.repeat(
+            request, is_repeatable=request.is_repeatable, deadline=deadline
         )
         return msgspec.structs.replace(reply, is_repeat=True) if is_repeat else reply
 

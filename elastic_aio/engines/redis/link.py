@@ -46,6 +46,10 @@ _REQUESTS: Final = 64
 """Requests at once; further ones wait."""
 
 
+Use = Callable[[RedisConnection], Awaitable[Any]]
+"""A request: it is called with a connection."""
+
+
 class RedisLink(EngineLink[RedisConnection]):
     """Connections to a Redis; used by any number of tasks."""
 
@@ -63,29 +67,6 @@ class RedisLink(EngineLink[RedisConnection]):
         """Connections that have been opened for requests."""
         self._sharing = asyncio.Lock()
         self._places = asyncio.Semaphore(_REQUESTS)
-
-    async def request(
-        self,
-        use: Callable[[RedisConnection], Awaitable[Any]],
-        *,
-        is_repeatable: bool = True,
-        deadline: float | None = None,
-    ) -> tuple[Any, bool]:
-        """Call `use` with a connection until it succeeds, until `deadline` (of the loop) if given.
-
-        Returns:
-            The result, and whether an earlier call may have been carried out too.
-
-        Raises:
-            StoreRefused: Redis refuses the request.
-            StoreLost: the link is lost, or the request must not be sent again.
-            StoreTimeout: no server has answered until `deadline`.
-        """
-        return await self._repeat(
-            lambda member: self._attempt(member, use),
-            is_repeatable=is_repeatable,
-            deadline=deadline,
-        )
 
     async def keep_connected(self, serve: Callable[[RedisConnection], Awaitable[None]]) -> None:
         """Call `serve` with a connection of its own, and with another one when that ends."""
@@ -116,12 +97,14 @@ class RedisLink(EngineLink[RedisConnection]):
 
     # ------------------------------------------------------------------ one attempt
 
-    async def _attempt(self, member: int, use: Callable[[RedisConnection], Awaitable[Any]]) -> Any:
+    async def _attempt(
+        self, member: int, request: Callable[[RedisConnection], Awaitable[Any]]
+    ) -> Any:
         async with self._places:
             connection = await self._connection(member)
             try:
                 async with asyncio.timeout(self._access.attempt_timeout):
-                    result = await use(connection)
+                    result = await request(connection)
             except (OSError, RedisError) as error:
                 raise NotAnswered(reason_of_redis(judge(error))) from None
         self.last_received_at = asyncio.get_running_loop().time()
@@ -235,7 +218,7 @@ class RedisRequests:
 
         Raises:
             StoreRefused: Redis refuses it, or the lease has ended.
-            StoreLost: the store has lost changes; and all as for `RedisLink.request`.
+            StoreLost: the store has lost changes; and all as for `RedisLink.repeat`.
         """
 
         async def use(connection: RedisConnection) -> Any:
@@ -254,7 +237,7 @@ class RedisRequests:
                 pass
             return await connection.ask(b"*%d\r\n%b%b" % (count, _WHOLE, tail))
 
-        answer, is_repeat = await self._link.request(
+        answer, is_repeat = await self._link.repeat(
             use, is_repeatable=op not in _UNREPEATABLE, deadline=deadline
         )
         status, *state = answer[0].split(b" ")
@@ -286,7 +269,7 @@ class RedisRequests:
                     pack(b"SCAN", position, b"MATCH", pattern, b"COUNT", _SCANNED)
                 )
 
-            (cursor, keys), _ = await self._link.request(use)
+            (cursor, keys), _ = await self._link.repeat(use)
             found += keys
             if cursor == b"0":
                 return found
