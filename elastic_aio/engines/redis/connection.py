@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import inspect
 import re
+import socket
 import ssl
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -84,7 +85,7 @@ class RedisConnection:
     """A connection, which any number of tasks use at once.
 
     `number` is that of the connection among those of a client, 0 if it has none.  `run_id` and
-    `eviction`, a `maxmemory-policy`, are empty if not known.
+    `eviction`, a `maxmemory-policy`, are empty if not known.  `local_address` is that of this host.
     """
 
     def __init__(
@@ -101,7 +102,9 @@ class RedisConnection:
         self.number = 0
         self.run_id = b""
         self.eviction = ""
+        self.local_address = ""
         self._address = host, port
+        self._is_open = False
         self._unsent: list[bytes] = []
         self._sending: set[asyncio.Task[None]] = set()
         self._replies: deque[asyncio.Future[Any]] = deque()
@@ -132,24 +135,25 @@ class RedisConnection:
         """
         try:
             await self._redis.connect()  # type: ignore[no-untyped-call]
+            self.local_address = await self._find_local_address()
         except BaseException:  # a cancellation too: it has no other owner
             await self._redis.disconnect(nowait=True)
             raise
         host, port = self._address
+        self._is_open = True
         self._reading = create_task(self._read(), f"replies of {host}:{port}")
 
     @property
     def is_open(self) -> bool:
         """Whether `ask` can be called."""
-        reading = self._reading
-        return reading is not None and not (reading.done() or reading.cancelling())
+        return self._is_open
 
     async def ask(self, command: bytes) -> Any:
         """Send a command in the form of the protocol and return its reply.
 
         Cancellation: leaves the connection usable; the reply is dropped.
         """
-        if not self.is_open:
+        if not self._is_open:
             raise ConnectionResetError
         self.send(command)
         reply = asyncio.get_running_loop().create_future()
@@ -166,9 +170,12 @@ class RedisConnection:
 
     async def _send_unsent(self) -> None:
         commands, self._unsent = self._unsent, []
-        if self._redis.is_connected:  # it would connect again
-            with contextlib.suppress(OSError, RedisError):  # which `_read` finds too
-                await self._redis.send_packed_command(commands, check_health=False)
+        if not self._is_open:  # the package would connect again
+            return
+        try:
+            await self._redis.send_packed_command(commands, check_health=False)
+        except (OSError, RedisError, RuntimeError):  # the last: uvloop, of one that has ended
+            self.abort()
 
     async def listen(self, on_message: Callable[[Any], None]) -> None:
         """Pass each message of a subscription on, until the connection ends; then raise why."""
@@ -179,7 +186,6 @@ class RedisConnection:
         await ended
 
     async def _read(self) -> None:
-        failure: Exception = ConnectionResetError()
         try:
             while True:
                 try:
@@ -188,16 +194,22 @@ class RedisConnection:
                     reply = error
                 self._on_reply(reply)
         except (OSError, RedisError) as error:
-            failure = error
+            self._end(error)
         except ValueError:  # of the package, at a number that is none
-            failure = exceptions.InvalidResponse()
+            self._end(exceptions.InvalidResponse())
         finally:
-            for waiting in self._replies:
-                if not waiting.done():
-                    waiting.set_exception(failure)
-            with contextlib.suppress(OSError, RedisError, TimeoutError):
-                async with asyncio.timeout(_CLOSE_TIMEOUT):
-                    await self._redis.disconnect()
+            await self._disconnect()
+
+    def _end(self, failure: Exception) -> None:
+        self._is_open = False
+        for waiting in self._replies:
+            if not waiting.done():
+                waiting.set_exception(failure)
+
+    async def _disconnect(self) -> None:
+        with contextlib.suppress(OSError, RedisError, TimeoutError):
+            async with asyncio.timeout(_CLOSE_TIMEOUT):
+                await self._redis.disconnect()
 
     def _on_reply(self, reply: Any) -> None:
         if self._on_message is not None:
@@ -227,30 +239,39 @@ class RedisConnection:
         policy = check_server(fields)
         self.run_id, self.eviction = fields.get(b"run_id", b""), policy
 
-    async def local_address(self) -> str:
-        """Return the address of this host on the way to the server.
+    async def _find_local_address(self) -> str:
+        """Return the address of this host on the way to the server, or raise OSError.
 
         The package does not show its sockets.  No packet is sent: connecting a datagram socket
         only looks up the route.
         """
-        loop = asyncio.get_running_loop()
-        transport, _ = await loop.create_datagram_endpoint(
-            asyncio.DatagramProtocol, remote_addr=self._address
-        )
+        host, port = self._address
         try:
-            return str(transport.get_extra_info("sockname")[0])
-        finally:
-            transport.abort()
+            kind = socket.SOCK_DGRAM
+            found = socket.getaddrinfo(host, port, type=kind, flags=socket.AI_NUMERICHOST)
+        except socket.gaierror:  # a name
+            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=kind)
+        failure: OSError | None = None
+        for family, *_, address in found:
+            try:
+                with socket.socket(family, kind) as sock:
+                    sock.connect(address)
+                    return str(sock.getsockname()[0])
+            except OSError as error:
+                failure = error
+        raise failure or OSError(f"no address for host {host!r}")
 
     def abort(self) -> None:
         """Close it soon; pending requests fail."""
+        self._end(ConnectionResetError())
         if self._reading is not None:
             self._reading.cancel()
 
     async def aclose(self) -> None:
         """Close it, and wait until that is done; a second at most."""
-        tasks = [*self._sending, *([self._reading] if self._reading else [])]
-        await cancel_and_wait(tasks)
+        self.abort()
+        await cancel_and_wait([*self._sending, *([self._reading] if self._reading else [])])
+        await self._disconnect()  # a task that has not begun has not done it
 
 
 def _named(context: ssl.SSLContext, name: str | None) -> ssl.SSLContext:

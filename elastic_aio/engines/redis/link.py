@@ -139,7 +139,7 @@ class RedisLink(EngineLink[RedisConnection]):
                 connection = await self._connect(*address, has_user=True)
         except (OSError, RedisError, ValueError) as error:
             raise NotDone(reason_of_redis(judge(error), is_plain=self._tls is None)) from None
-        self.local_address = await connection.local_address()
+        self.local_address = connection.local_address
         if self.error is not None:
             await connection.aclose()
             raise self.error
