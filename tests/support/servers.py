@@ -56,9 +56,11 @@ class ServerProcess:
         self.kill()
 
     def send(self, number: int) -> None:
-        """Send it a signal."""
+        """Send it a signal; after SIGSTOP, wait until all its threads have stopped."""
         assert self._process is not None
         self._process.send_signal(number)
+        if number == signal.SIGSTOP:
+            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def kill(self) -> None:
         """Kill it, and wait until it has gone."""
