@@ -11,6 +11,8 @@ import ctypes
 import os
 from collections.abc import Callable, Mapping
 
+from elastic_aio.logs.log_file import REST_S, WakeLimit
+
 IN_MODIFY = 0x2
 IN_ATTRIB = 0x4
 IN_OPEN = 0x20
@@ -18,13 +20,9 @@ IN_MOVE_SELF = 0x800
 _EVENTS = IN_MODIFY | IN_OPEN
 _POLL_S = 0.05
 
-# Rate limit: after so many wake-ups in a window of seconds, the watch of a file that
-# grows is removed for a while, since each line costs this process a wake-up and its
-# writer an event.  To leave the events in the queue for that while is simpler, and took
-# 1.7 times the CPU time at 0.7 of the rate (four workers that write single lines).
-_WINDOW_S = 0.05
-_WAKES_MAX = 20
-_REST_S = 0.01
+# The watch of a file that wakes this process too often is removed for a while, since each line
+# costs its writer an event too.  To leave the events in the queue for that while is simpler, and
+# took 1.7 times the CPU time at 0.7 of the rate (four workers that write single lines).
 
 
 class InotifyWatcher:
@@ -52,8 +50,7 @@ class InotifyWatcher:
         self._resting: set[int] = set()  # tokens whose watch is added again later
         self._polled: set[int] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._window_end = 0.0
-        self._wakes = 0
+        self._limit = WakeLimit()
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._descriptor = self._libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
         if self._descriptor >= 0:
@@ -112,14 +109,11 @@ class InotifyWatcher:
             self._libc.inotify_rm_watch(self._descriptor, handle)
 
     def _on_readable(self) -> None:
-        now = self._loop.time()
-        if now >= self._window_end:
-            self._window_end, self._wakes = now + _WINDOW_S, 0
-        self._wakes += 1
+        is_busy = self._limit.is_exceeded(self._loop.time())
         events = self._read()
-        if self._wakes > _WAKES_MAX and events:
+        if is_busy and events:
             if not self._resting:
-                self._loop.call_later(_REST_S, self._end_rest)
+                self._loop.call_later(REST_S, self._end_rest)
             self._resting.update(events)
             for token in events:
                 self._unsubscribe(token)

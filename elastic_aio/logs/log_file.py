@@ -25,6 +25,8 @@ import stat
 
 # Below malloc's mmap threshold (128 KiB): half the CPU time of chunks of 256 KiB.
 CHUNK = 64 * 1024
+REST_S = 0.01
+"""Seconds for which a file or a pipe rests that wakes this process too often (`WakeLimit`)."""
 _COMPARED = 4096
 # Longer than from the change of the time by a write to that of the size, and to its report.
 _SETTLED_S = 0.05
@@ -32,6 +34,25 @@ _SETTLED_S = 0.05
 _LINE_MAX = 1 << 20
 # Bytes at the end of a file in which the last lines are looked for.
 _LINES_MAX = 4 << 20
+
+# After so many wake-ups in a window of seconds, what grows rests for a while.
+_WINDOW_S = 0.05
+WAKES_MAX = 20
+
+
+class WakeLimit:
+    """Counts how often a growing file wakes this process: each line would cost a wake-up."""
+
+    def __init__(self) -> None:
+        self._window_end = 0.0
+        self._wakes = 0
+
+    def is_exceeded(self, now: float) -> bool:
+        """Count a wake-up at a loop time; return whether the file is to rest."""
+        if now >= self._window_end:
+            self._window_end, self._wakes = now + _WINDOW_S, 0
+        self._wakes += 1
+        return self._wakes > WAKES_MAX
 
 
 class LogFile:

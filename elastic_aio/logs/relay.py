@@ -19,15 +19,10 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 
-from elastic_aio.logs.log_file import CHUNK, LogFile
+from elastic_aio.logs.log_file import CHUNK, REST_S, LogFile, WakeLimit
 
 _HELD_MAX = 1 << 20
 _PATIENCE_S = 5.0
-# As the inotify reader: after so many wake-ups in a window of seconds the pipe rests, since
-# each line would cost a wake-up.
-_WINDOW_S = 0.05
-_WAKES_MAX = 20
-_REST_S = 0.01
 _RETRY_S = 0.05
 _TRANSIENT = {errno.ENOMEM, errno.ENFILE, errno.EMFILE, errno.EINTR}
 # What a pipe holds at most (pipe-max-size in pipe(7)), in reads: a process that could not
@@ -78,8 +73,7 @@ class Relay:
         self._is_dropping = False
         self._is_cut = False
         self._timer: asyncio.TimerHandle | None = None
-        self._window_end = 0.0
-        self._wakes = 0
+        self._limit = WakeLimit()
         self.reader, self.writer = os.pipe2(os.O_CLOEXEC)
         """The end of the pipe that is read here, -1 once finished; and the other end."""
         os.set_blocking(self.reader, False)
@@ -187,12 +181,9 @@ class Relay:
             return
         self._take(data)
         self.on_data()
-        now = self._loop.time()
-        if now >= self._window_end:
-            self._window_end, self._wakes = now + _WINDOW_S, 0
-        self._wakes += 1
-        if self._wakes > _WAKES_MAX and len(data) < CHUNK // 4 and self._timer is None:
-            self._pause(_REST_S)
+        is_busy = self._limit.is_exceeded(self._loop.time())
+        if is_busy and len(data) < CHUNK // 4 and self._timer is None:
+            self._pause(REST_S)
 
     def _pause(self, seconds: float) -> None:
         """Read no more for so many seconds, or until there is room for what is held."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from elastic_aio.aio import set_result_if_pending
-from elastic_aio.logs import inotify, tee
+from elastic_aio.logs import inotify, log_file, tee
 from elastic_aio.logs.console import Sink, open_sink
 from elastic_aio.logs.inotify import InotifyWatcher
 from elastic_aio.logs.log_file import CHUNK
@@ -289,12 +289,12 @@ async def test_a_file_that_keeps_its_size_is_not_shown_again(
     assert bench.unshown == []
 
 
-@pytest.mark.parametrize("wakes", [inotify._WAKES_MAX, 0])
+@pytest.mark.parametrize("wakes", [log_file.WAKES_MAX, 0])
 async def test_a_file_that_is_written_again_is_shown_again(
     wakes: int, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also the same bytes, as by `echo tick > /dev/stdout`, and while its watch is removed."""
-    monkeypatch.setattr(inotify, "_WAKES_MAX", wakes)
+    monkeypatch.setattr(log_file, "WAKES_MAX", wakes)
     file, _ = bench.follow("a")
     os.write(file, b"tick\n")
     for count in range(1, 4):
