@@ -192,109 +192,104 @@ def list_execs(since: int, program: tuple[int, int, int] | None) -> list[proc.Pr
         return []
 
 
-class ScanCache:
-    """Processes that the next scans of a job need not look at, or need not wait for.
+class Scanner:
+    """Finds the descendants of a job's workers; keeps what the next scans need not look at."""
 
-    `older` has the processes that are older than the job, most of a host, as pids and the
-    numbers of their directories' inodes.  The kernel drops these inodes with the process
-    (proc_flush_pid), so that a process with the same pid has a directory with another
-    number; readdir(3) gives the number at no cost.
+    def __init__(
+        self,
+        marker: bytes,
+        since: int,
+        sessions: Mapping[int, WorkerSession],
+        adopters: Callable[[], Collection[int]],
+    ) -> None:
+        """Scan for one job.
 
-    `hidden` has the identities of the processes that an exec hid to the end of a scan.
-    """
-
-    def __init__(self) -> None:
+        Args:
+            marker: name of the job's environment variable.
+            since: ticks at which the job began; no older process can belong to it.
+            sessions: the workers' sessions by number, which may change between scans.
+            adopters: returns the pids of the processes that adopt orphans of the job; called if
+                only the marker in its environment says that a process is of the job.
+        """
+        self.marker = marker
+        self.since = since
+        self.sessions = sessions
+        self.adopters = adopters
+        # The processes that are older than the job, most of a host, as pids and the numbers of
+        # their directories' inodes.  The kernel drops these inodes with the process
+        # (proc_flush_pid), so that a process with the same pid has a directory with another
+        # number; readdir(3) gives the number at no cost.
         self.older: dict[int, int] = {}
-        self.hidden: set[tuple[int, int]] = set()
+        # The identities of the processes that an exec hid to the end of a scan.
+        self._hidden: set[tuple[int, int]] = set()
 
+    def find(self, known: Mapping[int, int]) -> Generator[float, None, list[proc.ProcEntry]]:
+        """Read every process once; return the live descendants of the workers.
 
-def find_descendants(
-    marker: bytes,
-    since: int,
-    sessions: Mapping[int, WorkerSession],
-    known: Mapping[int, int],
-    cache: ScanCache,
-    adopters: Callable[[], Collection[int]],
-) -> Generator[float, None, list[proc.ProcEntry]]:
-    """Read every process once; return the live descendants of the workers.
+        Yields before each process, so that a caller with an event loop can run other tasks.  The
+        value is 0, or the seconds to pause because an exec hides an environment; a scan pauses
+        for 0.2 s at most, and never twice for the same process.  `known` are the start times, by
+        pid, of processes that are known as descendants.
 
-    Yields before each process, so that a caller with an event loop can run other tasks.
-    The value is 0, or the seconds to pause because an exec hides an environment; a scan
-    pauses for 0.2 s at most, and never twice for the same process.
-
-    Args:
-        marker: name of the job's environment variable.
-        since: ticks at which the job began; no older process can belong to it.
-        sessions: the workers' sessions by number.
-        known: start times, by pid, of processes that are known as descendants.
-        cache: the same for all scans of a job.
-        adopters: returns the pids of the processes that adopt orphans of the job; called if
-            only the marker in its environment says that a process is of the job.
-
-    Raises:
-        OSError: there is no /proc, or this process has no descriptors or memory left.
-    """
-    found = _Found(marker, sessions, adopters)
-    hidden: list[proc.ProcEntry] = []
-    me = proc.own_pid()
-    with os.scandir("/proc") as directory:
-        inodes = {int(item.name): item.inode() for item in directory if item.name.isdecimal()}
-    inodes.pop(me, None)
-    for pid, inode in inodes.items():
-        if cache.older.get(pid) == inode:
-            continue
-        yield 0.0
-        process = proc.read_process(pid)
-        if process is None or process.is_dead:
-            continue
-        if process.start < since:
-            cache.older[pid] = inode
-        elif known.get(pid) == process.start:
-            found.ours[pid] = process
-        elif found.classify(process) is None:
-            hidden.append(process)
-    yield from found.add_relatives()
-    hidden += found.undecided()
-    for _ in range(_LOOKS):
-        # Session and parent have decided for some, and an earlier scan has waited for others.
-        hidden = [
-            item for item in hidden if not (item.pid in found.ours or item.identity in cache.hidden)
-        ]
-        if not hidden:
-            break
-        yield _PAUSE_S
-        hidden = [*filter(found.is_hidden, hidden)]
+        Raises:
+            OSError: there is no /proc, or this process has no descriptors or memory left.
+        """
+        found = _Found(self)
+        hidden: list[proc.ProcEntry] = []
+        me = proc.own_pid()
+        with os.scandir("/proc") as directory:
+            inodes = {int(item.name): item.inode() for item in directory if item.name.isdecimal()}
+        inodes.pop(me, None)
+        for pid, inode in inodes.items():
+            if self.older.get(pid) == inode:
+                continue
+            yield 0.0
+            process = proc.read_process(pid)
+            if process is None or process.is_dead:
+                continue
+            if process.start < self.since:
+                self.older[pid] = inode
+            elif known.get(pid) == process.start:
+                found.ours[pid] = process
+            elif found.classify(process) is None:
+                hidden.append(process)
         yield from found.add_relatives()
         hidden += found.undecided()
-    cache.hidden.update(process.identity for process in hidden)
-    return list(found.ours.values())
+        for _ in range(_LOOKS):
+            # Session and parent have decided for some, and an earlier scan has waited for others.
+            hidden = [
+                item
+                for item in hidden
+                if not (item.pid in found.ours or item.identity in self._hidden)
+            ]
+            if not hidden:
+                break
+            yield _PAUSE_S
+            hidden = [*filter(found.is_hidden, hidden)]
+            yield from found.add_relatives()
+            hidden += found.undecided()
+        self._hidden.update(process.identity for process in hidden)
+        return list(found.ours.values())
 
 
 class _Found:
     """What one scan has found: the processes of the job, and those that may belong to it."""
 
-    def __init__(
-        self,
-        marker: bytes,
-        sessions: Mapping[int, WorkerSession],
-        adopters: Callable[[], Collection[int]],
-    ) -> None:
+    def __init__(self, scanner: Scanner) -> None:
         self.ours: dict[int, proc.ProcEntry] = {}
         self._unknown: dict[int, proc.ProcEntry] = {}
         self._marked: set[int] = set()
-        self._marker = marker
-        self._sessions = sessions
-        self._adopters = adopters
+        self._scanner = scanner
         self._adopter_pids: Collection[int] | None = None
 
     def classify(self, process: proc.ProcEntry) -> bool | None:
         """Note a process; return whether it has a sign of the job; None: an exec hides it."""
-        session = self._sessions.get(process.session)
+        session = self._scanner.sessions.get(process.session)
         if session and session.is_certain(process.pid, process.start):
             self.ours[process.pid] = process
             return True
         self._unknown[process.pid] = process
-        is_marked = _has_marker(process, self._marker)
+        is_marked = _has_marker(process, self._scanner.marker)
         if is_marked:
             self._marked.add(process.pid)
         return is_marked
@@ -316,7 +311,7 @@ class _Found:
 
     def add_relatives(self) -> Iterator[float]:
         """Add members of their sessions, descendants, and orphans that have the marker."""
-        pinned = {process.session for process in self.ours.values()} & self._sessions.keys()
+        pinned = {process.session for process in self.ours.values()} & self._scanner.sessions.keys()
         has_grown = True
         while has_grown:
             has_grown = False
@@ -332,7 +327,7 @@ class _Found:
         if process.pid not in self._marked:
             return False
         if self._adopter_pids is None:
-            self._adopter_pids = self._adopters()
+            self._adopter_pids = self._scanner.adopters()
         return process.parent in self._adopter_pids
 
 

@@ -171,12 +171,10 @@ class Job:
         pipes: list[int],
     ) -> None:
         """`supervisor` was its pid, `pipes` are the ends that it has read."""
-        self._marker = marker
-        self._since = since
+        self._scanner = descendants.Scanner(marker, since, sessions, self._adopters)
         self._sessions = sessions
         self._supervisor = supervisor
         self._pipes = pipes
-        self._cache = descendants.ScanCache()
         self._signalled: set[tuple[int, int]] = set()
         self._foreground: set[tuple[int, int]] = set()
         self._readers: dict[tuple[int, int], float] = {}
@@ -254,9 +252,7 @@ class Job:
         Raises:
             OSError: no descriptor or memory is left: scan again.
         """
-        scan = descendants.find_descendants(
-            self._marker, self._since, self._sessions, {}, self._cache, self._adopters
-        )
+        scan = self._scanner.find({})
         while True:
             try:
                 if pause := next(scan):

@@ -53,12 +53,7 @@ from elastic_aio.aio import PausableClock, set_result_if_pending, when_all_done
 from elastic_aio.process import proc, stop_order
 from elastic_aio.process.adopted import Orphans
 from elastic_aio.process.children import Child, PidfdChild, PidfdWatch
-from elastic_aio.process.descendants import (
-    ScanCache,
-    SessionList,
-    WorkerSession,
-    find_descendants,
-)
+from elastic_aio.process.descendants import Scanner, SessionList, WorkerSession
 from elastic_aio.spec.stop import StopPlan, StopStep
 
 # Seconds for which a long list may be worked through before other tasks run.
@@ -119,12 +114,13 @@ class ProcessTree:
         self._owners: dict[tuple[int, int], int] = {}  # leaders of processes, by identity
         self._server: Child | None = None
         self._excluded: WorkerSession | None = None
-        self._cache = ScanCache()
         self._is_foreign = proc.is_foreign()
         self._is_starting = False
         self._reserve: list[int] = []
         self._keep_descriptors()
         self.orphans = Orphans()
+        sessions = self._listed.sessions
+        self._scanner = Scanner(self._marker, self._since, sessions, self.orphans.adopters)
         self._begun: tuple[StopStep, _Watches] | None = None  # see `begin_stop`
         self._must_kill: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
@@ -230,14 +226,7 @@ class ProcessTree:
 
     async def _scan(self) -> list[proc.ProcEntry]:
         self._descendants.update(self.orphans.find(self._since))
-        scan = find_descendants(
-            self._marker,
-            self._since,
-            self._listed.sessions,
-            self._descendants,
-            self._cache,
-            self.orphans.adopters,
-        )
+        scan = self._scanner.find(self._descendants)
         yielder = _Yielder()
         while True:
             try:

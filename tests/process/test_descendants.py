@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from elastic_aio.process import descendants, proc
 from elastic_aio.process.descendants import (
     STARTING,
-    ScanCache,
+    Scanner,
     SessionList,
     WorkerSession,
-    find_descendants,
     may_adopt,
     read_session_list,
     write_session,
@@ -45,7 +44,7 @@ class Family:
         self.since = ticks_now() - 1
         self.children: list[subprocess.Popen[bytes]] = []
         self.grandchildren: list[int] = []
-        self.cache = ScanCache()
+        self.scanner = Scanner(MARKER.encode(), self.since, {}, self.adopters)
 
     def adopters(self) -> set[int]:
         return {os.getpid()} | may_adopt(os.getpid())
@@ -74,10 +73,15 @@ class Family:
         return {child.pid: WorkerSession(child.pid, leader.start)}
 
     def found(
-        self, sessions: dict[int, WorkerSession] | None = None, **options: object
+        self,
+        sessions: dict[int, WorkerSession] | None = None,
+        known: dict[int, int] | None = None,
+        adopters: Callable[[], set[int]] | None = None,
     ) -> set[int]:
-        options = {"known": {}, "cache": self.cache, "adopters": self.adopters, **options}
-        scan = find_descendants(MARKER.encode(), self.since, sessions or {}, **options)  # type: ignore[arg-type]  # passed on
+        self.scanner.since = self.since
+        self.scanner.sessions = sessions or {}
+        self.scanner.adopters = adopters or self.adopters
+        scan = self.scanner.find(known or {})
         while True:
             try:
                 time.sleep(next(scan))
@@ -268,10 +272,10 @@ def test_a_pid_that_is_used_again_is_looked_at_again(family: Family) -> None:
     """Scans skip the processes that are older than the job, by pid and inode."""
     for _ in range(100):
         older = subprocess.Popen(["sleep", "99"], env=PATH)
-        family.cache = ScanCache()
+        family.scanner = Scanner(MARKER.encode(), 0, {}, family.adopters)
         family.since = ticks_now() + 1000
         assert family.found() == set()
-        assert older.pid in family.cache.older
+        assert older.pid in family.scanner.older
         older.kill()
         older.wait()
         Path("/proc/sys/kernel/ns_last_pid").write_text(str(older.pid - 1))

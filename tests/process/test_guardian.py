@@ -447,7 +447,7 @@ def test_a_scan_of_the_guardian_has_time_to_wait_for_an_exec() -> None:
         "def scan(*_):\n"
         "    yield 0.1\n"
         "    return []\n"
-        "descendants.find_descendants = scan\n"
+        "descendants.Scanner.find = scan\n"
         "began = time.monotonic()\n"
         "found = guardian_main.Job(b'', 0, {}, 1, []).find_descendants()\n"
         "sys.exit(found != [] or time.monotonic() - began < 0.1)\n"

@@ -418,6 +418,11 @@ async def test_a_child_that_is_being_started_is_on_the_session_list(bench: Bench
     assert list(read_session_list(bench.sessions)) == [second.pid]
 
 
+def replace_scans(monkeypatch: pytest.MonkeyPatch, scan: Callable[..., Any]) -> None:
+    """Let a function, which gets the scanner too, take the place of scans."""
+    monkeypatch.setattr(descendants.Scanner, "find", lambda *args: scan(*args))
+
+
 class Missing:
     """Scans that do not see a process until one of them has found nothing else."""
 
@@ -425,7 +430,7 @@ class Missing:
         self.is_seen = False
         self._pid = pid
         self._is_over = is_over
-        self._scan = descendants.find_descendants
+        self._scan = descendants.Scanner.find
 
     def __call__(self, *args: Any) -> Generator[float, None, list[proc.ProcEntry]]:
         entries = yield from self._scan(*args)
@@ -444,7 +449,7 @@ async def test_a_process_that_one_clean_scan_has_missed(
     leader = await bench.add("bash", "-c", script)
     child = int(bench.line())
     missing = Missing(child, leader.exited.done)
-    monkeypatch.setattr(tree, "find_descendants", missing)
+    replace_scans(monkeypatch, missing)
     assert await bench.stop(LONG) == []
     assert missing.is_seen
     assert not alive(child)
@@ -456,7 +461,7 @@ async def test_one_clean_scan_does_not_prove_that_nothing_is_left(
     leader = await bench.add("bash", "-c", "setsid bash -c 'echo $$; exec sleep 99' & read x <&0")
     child = int(bench.line())
     await end_of(leader)
-    monkeypatch.setattr(tree, "find_descendants", Missing(child, leader.exited.done))
+    replace_scans(monkeypatch, Missing(child, leader.exited.done))
     assert not await bench.tree.forget_if_empty()
     assert await bench.stop(LONG) == []
     assert not alive(child)
@@ -469,7 +474,7 @@ async def test_a_scan_has_time_to_wait_for_an_exec(
         yield 0.1
         return []
 
-    monkeypatch.setattr(tree, "find_descendants", scan)
+    replace_scans(monkeypatch, scan)
     began = bench.clock.now()
     assert await bench.tree.descendants() == []
     assert bench.clock.now() - began > 0.05
@@ -637,7 +642,7 @@ async def test_a_stop_without_scans_ends_in_time(
         raise OSError(errno.EMFILE, "Too many open files")
 
     with monkeypatch.context() as patch:
-        patch.setattr(tree, "find_descendants", fail)
+        replace_scans(patch, fail)
         began = bench.clock.now()
         assert await bench.stop(SHORT) == [Survivor(0, "/proc could not be read")]
         assert bench.escalations == [(9, (leader.pid,))]
@@ -701,8 +706,8 @@ class Scans:
         self.count = 0
         self.found: list[set[int]] = []
         self._extra = extra
-        self._scan = descendants.find_descendants
-        monkeypatch.setattr(tree, "find_descendants", self)
+        self._scan = descendants.Scanner.find
+        replace_scans(monkeypatch, self)
 
     def __call__(self, *args: Any) -> Generator[float, None, list[proc.ProcEntry]]:
         self.count += 1
