@@ -92,10 +92,7 @@ class JobOutput:
         """Prepare; nothing is opened before `open`.
 
         Args:
-            spec: the job.
-            run_id: name of the run.
-            host: name of this host.
-            nproc: number of workers on it.
+            nproc: number of workers on this host.
             publish: called with every event.
             console: where output is shown; None is this process's stdout and stderr.
             on_pipes: called with the descriptors of all pipes of workers that are read here,

@@ -93,8 +93,7 @@ class Sink:
 
         Call it with `lock` held.
 
-        Cancellation: the next write begins with the rest of this one, so that no line is
-        cut.
+        Cancellation: the next write begins with the rest of this one, so that no line is cut.
 
         Raises:
             SinkLost: the console is closed, or a write failed.

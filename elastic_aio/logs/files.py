@@ -73,8 +73,7 @@ class RunDirectory:
     def make(cls, spec: LogSpec, run_id: str, host: str = "") -> RunDirectory:
         """Create a new directory for a run, in `log_dir` or as a temporary directory.
 
-        If no stream is redirected, the directory is only for the workers' error files; a
-        job runs without it if it cannot be created then.
+        If no stream is redirected, it is only for the workers' error files; a job runs without.
 
         Raises:
             SpecError: `log_dir` cannot be used.

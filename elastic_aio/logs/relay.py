@@ -1,14 +1,13 @@
 """Relay: a worker's stream that passes through this process on its way to a log file.
 
-A worker that writes to its file by itself gets ENOSPC when the disk is full, and fails.
-With `LogSpec.on_full="console"` it writes to a pipe instead.  This process copies the pipe
-to the file, and keeps what the file does not take in memory until the console has shown
-it.  The cost: every byte is copied once more, and a worker waits while this process is
-suspended or its loop is blocked.
+A worker that writes to its file by itself gets ENOSPC when the disk is full, and fails.  With
+`LogSpec.on_full="console"` it writes to a pipe instead.  This process copies the pipe to the file,
+and keeps what the file does not take in memory until the console has shown it.  The cost: every
+byte is copied once more, and a worker waits while this process is suspended or its loop is blocked.
 
-Memory is bounded, and no worker waits for a console that takes nothing: when `_HELD_MAX`
-bytes wait for it, the pipe is left alone until there is room again; after `_PATIENCE_S`
-what comes is dropped and counted, until there is room and a line begins.
+Memory is bounded, and no worker waits for a console that takes nothing: when `_HELD_MAX` bytes wait
+for it, the pipe is left alone until there is room again; after `_PATIENCE_S` what comes is dropped
+and counted, until there is room and a line begins.
 """
 
 from __future__ import annotations

@@ -3,29 +3,26 @@
 There are two ways to start, behind one `Child`.  No thread, no signal handler and no timer is
 needed to see an exit.
 
-On a **stock loop** children come from `asyncio.create_subprocess_exec`, through public
-API only.  There asyncio reaps, and a pidfd that is opened here serves to signal without
-racing the reaper (asyncio's `send_signal` can hit a recycled pid before Python 3.13) and
-to read the status and the resource usage.  Descriptors are handed over, never PIPE:
-`Process.wait()` on pipes waits for their end of file, which a grandchild can hold back.
+On a **stock loop** children come from `asyncio.create_subprocess_exec`, through public API only.
+There asyncio reaps, and a pidfd that is opened here serves to signal without racing the reaper
+(asyncio's `send_signal` can hit a recycled pid before Python 3.13) and to read the status and the
+resource usage.  Descriptors are handed over, never PIPE: `Process.wait()` on pipes waits for their
+end of file, which a grandchild can hold back.
 
-On **other loops** (uvloop) children come from `subprocess.Popen`, are watched by pidfd
-and reaped by `wait4`, which also reports their resource usage.  uvloop's own subprocess
-is unfit for supervision: it ignores `close_fds`, it forks the whole address space while
-the loop is blocked (76 ms with a parent of 2 GB, where `Popen` takes 1 ms by vfork), and
-it hangs if other code reaps the child.  So is asyncio's where it waits for children by
-threads, which is the default of Python 3.11: one thread per child, which cannot be
-started when the process table is full.  The watcher is a setting of the process, so a
-library does not change it; the command line does.
+On **other loops** (uvloop) children come from `subprocess.Popen`, are watched by pidfd and reaped
+by `wait4`, which also reports their resource usage.  uvloop's own subprocess is unfit for
+supervision: it ignores `close_fds`, it forks the whole address space while the loop is blocked
+(76 ms with a parent of 2 GB, where `Popen` takes 1 ms by vfork), and it hangs if other code reaps
+the child.  So is asyncio's where it waits for children by threads, the default of Python 3.11: one
+thread per child, which cannot be started when the process table is full.  The watcher is a setting
+of the process, so a library does not change it; the command line does.
 
-Neither uses `preexec_fn` (it rules out vfork) or PR_SET_PDEATHSIG (it fires when the
-spawning *thread* ends, and grandchildren do not inherit it): see `guardian`.
+Neither uses `preexec_fn` (it rules out vfork) or PR_SET_PDEATHSIG (see `guardian`).
 
-A child inherits the signal mask of the spawning thread, and threads of programs often
-block all signals.  A stop could then only kill it.  Clearing the mask here around the spawn
-would let the program's own signals in.  So such a child is started by `posix_spawn`, which
-takes the mask of the child.  It takes no working directory: env(1) changes that, and executes
-the program (same pid).
+A child inherits the signal mask of the spawning thread, and threads of programs often block all
+signals.  A stop could then only kill it.  Clearing the mask here around the spawn would let the
+program's own signals in.  So such a child is started by `posix_spawn`, which takes the mask of the
+child.  It takes no working directory: env(1) changes that, and executes the program (same pid).
 """
 
 from __future__ import annotations

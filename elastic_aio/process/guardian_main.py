@@ -1,25 +1,24 @@
 """The guardian process: when its supervisor is gone, it ends what is left of the job.
 
-Run as `python -I -S guardian_main.py REPORT SESSIONS PIPES MARKER SINCE SIGNAL GRACE SCOPE`,
-in a session of its own.  It waits until it gets the lock of the session list, which the
-supervisor holds (F_SETLK of fcntl(2)).  The kernel releases such a lock when the process
-ends, by SIGKILL too, and when it executes another program, because the descriptor is
-closed on exec.  A pidfd does not notice an exec, and a pipe stays open in every child
-that the embedding program forks; a lock is not inherited by forks.
+Run as `python -I -S guardian_main.py REPORT SESSIONS PIPES MARKER SINCE SIGNAL GRACE SCOPE`, in a
+session of its own.  It waits until it gets the lock of the session list, which the supervisor
+holds (F_SETLK of fcntl(2)).  The kernel releases such a lock when the process ends, by SIGKILL
+too, and when it executes another program, because the descriptor is closed on exec.  A pidfd does
+not notice an exec, and a pipe stays open in every child that the embedding program forks; a lock
+is not inherited by forks.
 
 Then the leaders of the workers get SIGNAL, what they have started gets it after them
-(`stop_order`; with the SCOPE "all" at once), and all get SIGKILL after GRACE seconds, again
-and again until none is found: a process that forks can hide a child from one scan of /proc
-(see `tree`).
+(`stop_order`; with the SCOPE "all" at once), and all get SIGKILL after GRACE seconds, again and
+again until none is found (see `tree`).
 
-The supervisor was the reader of the workers' pipes.  A worker that prints while it saves would
-end by SIGPIPE, so the pipes stay open (`KeptPipes`), and are read here until the job has ended.
+The supervisor was the reader of the workers' pipes.  A worker that prints while it saves would end
+by SIGPIPE, so the pipes stay open (`KeptPipes`), and are read here until the job has ended.
 
-A worker that was being started has the job's marker only after its exec, which can take
-long on a slow file system; until then it shows the supervisor's program and stack.  So if
-the session list says that a worker was being started, the guardian waits for the exec of
-each process that shows these, or no arguments, and is not older.  It signals none of them
-before: the embedding program may have forked it.
+A worker that was being started has the job's marker only after its exec, which can take long on a
+slow file system; until then it shows the supervisor's program and stack.  So if the session list
+says that a worker was being started, the guardian waits for the exec of each process that shows
+these, or no arguments, and is not older.  It signals none of them before: the embedding program
+may have forked it.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
 """The first code of a function worker: reads the call, performs it, writes the result.
 
-Run as `python -u bootstrap_main.py CALL RESULT INDEX`; the first two are descriptors of
-memory files.  Forked workers enter at `perform` or `main`.
+Run as `python -u bootstrap_main.py CALL RESULT INDEX`; the first two are descriptors of memory
+files.  Forked workers enter at `perform` or `main`.
 
-Call and result are in memory files and never in pipes: a worker does not wait until its
-result is read, a large value costs two copies, and there is no end of file that a
-grandchild could hold back.  The header of a result is written last, so that a result cut
-short by a kill is not mistaken for a complete one.
+Call and result are in memory files and never in pipes: a worker does not wait until its result is
+read, a large value costs two copies, and there is no end of file that a grandchild could hold
+back.  The header of a result is written last, so that a result cut short by a kill is not mistaken
+for a complete one.
 
-Everything here adds to the start of every worker: `io`, `marshal`, `os`, `sys` and `time`
-are loaded by every interpreter, and nothing else is imported before it is needed.  Even the C
-part of pickle costs a fifth of an interpreter's start, so it is not used for a function of
-a module with plain arguments, nor for a plain value.  The parent imports
-this module for the two formats, which have writer and reader here.
+Everything here adds to the start of every worker: `io`, `marshal`, `os`, `sys` and `time` are
+loaded by every interpreter, and nothing else is imported before it is needed.  Even the C part of
+pickle costs a fifth of an interpreter's start, so it is not used for a function of a module with
+plain arguments, nor for a plain value.  The parent imports this module for the two formats, which
+have writer and reader here.
 """
 
 from __future__ import annotations

@@ -4,13 +4,13 @@ And one thing of its start: the stacks of its threads, which the launcher may wa
 
 A worker that did not start as `python script.py` ends by `os._exit`, after the steps of an
 interpreter's finalization that a program can notice.  The finalization itself would end each
-foreign thread (torch's have no other end) that still needs the interpreter, inside of C++ code
-that does not allow it: the process aborts.  And of a forked worker it would take apart the
-parent's objects.
+foreign thread (torch's have no other end) that still needs the interpreter, inside of C++ code that
+does not allow it: the process aborts.  And of a forked worker it would take apart the parent's
+objects.
 
-Threads of the program run until the end, and may hold a lock that a `close` or a `__del__`
-waits for, for ever.  So files of the standard library are written out first, then the others,
-whose code is the program's; and a step of the end that takes too long is the last one.
+Threads of the program run until the end, and may hold a lock that a `close` or a `__del__` waits
+for, for ever.  So files of the standard library are written out first, then the others, whose code
+is the program's; and a step of the end that takes too long is the last one.
 
 Nothing here is imported before it is needed, as in `bootstrap`.
 """
