@@ -16,8 +16,8 @@ from typing import Final
 
 from elastic_aio.aio import random_bytes
 from elastic_aio.discovery.choice import FENCE
-from elastic_aio.discovery.keys import run_prefix
 from elastic_aio.discovery.locator import DiscoveryError, LocatedStore
+from elastic_aio.discovery.runs import run_prefix
 from elastic_aio.errors import SpecError, StoreError, StoreRefused
 from elastic_aio.spec.rendezvous import ENGINES, RendezvousSpec
 from elastic_aio.spec.restart import Backoff

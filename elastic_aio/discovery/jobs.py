@@ -29,7 +29,7 @@ import msgspec
 from msgspec import Struct
 
 from elastic_aio.aio import random_bytes, wall_clock
-from elastic_aio.discovery.keys import (
+from elastic_aio.discovery.runs import (
     RunEnd,
     RunRecord,
     decode_end,

@@ -62,7 +62,6 @@ from elastic_aio.discovery.choice import (
     search_grace,
 )
 from elastic_aio.discovery.dialer import SILENT, Dialer, Endpoint, StoreHandshake, StoreNotFound
-from elastic_aio.discovery.keys import OWNER_KEY, RunRecord, owner_value
 from elastic_aio.discovery.network import (
     StoreNetwork,
     is_loopback,
@@ -72,6 +71,7 @@ from elastic_aio.discovery.network import (
     resolve,
     wildcard_addresses,
 )
+from elastic_aio.discovery.runs import OWNER_KEY, RunRecord, owner_value
 from elastic_aio.errors import ElasticAioError
 from elastic_aio.sockets import Address
 from elastic_aio.spec.rendezvous import RendezvousSpec

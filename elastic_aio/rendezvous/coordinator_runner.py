@@ -11,7 +11,7 @@ from typing import Never
 from msgspec.structs import replace
 
 from elastic_aio.aio import Notifier, cancel_and_wait, create_task, monotonic_clock, wall_clock
-from elastic_aio.discovery.keys import end_of, record_end
+from elastic_aio.discovery.runs import end_of, record_end
 from elastic_aio.errors import StoreError, StoreLost
 from elastic_aio.events import Event, JobFinished
 from elastic_aio.node_events import NodeJoined, NodeLeft, NodeLost, NodeRefused, RoundWaiting

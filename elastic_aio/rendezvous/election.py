@@ -40,8 +40,8 @@ from collections.abc import Callable, Iterable
 from typing import Never
 
 from elastic_aio.aio import Notifier, first_result, wait_forever
-from elastic_aio.discovery.keys import RunRecord, claim_move, record_move, run_prefix, undo_move
 from elastic_aio.discovery.locator import LocatedStore
+from elastic_aio.discovery.runs import RunRecord, claim_move, record_move, run_prefix, undo_move
 from elastic_aio.errors import StoreLost
 from elastic_aio.rendezvous.coordinator_link import CoordinatorLink
 from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner

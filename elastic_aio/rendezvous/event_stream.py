@@ -25,7 +25,7 @@ import msgspec
 from msgspec.structs import replace
 
 from elastic_aio.aio import running_loop
-from elastic_aio.discovery.keys import RunEnd, RunRecord, read_end, read_run, run_prefix, run_store
+from elastic_aio.discovery.runs import RunEnd, RunRecord, read_end, read_run, run_prefix, run_store
 from elastic_aio.errors import SpecError, StoreClosed, StoreError, StoreLost
 from elastic_aio.event_json import event_from_json, event_to_json
 from elastic_aio.events import Event, EventsMissed, JobFinished

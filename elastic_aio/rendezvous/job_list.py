@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from elastic_aio.aio import random_bytes
-from elastic_aio.discovery.keys import (
+from elastic_aio.discovery.runs import (
     RunRecord,
     read_end,
     read_run,

@@ -1,6 +1,6 @@
 """A member's session at one store: its lease, its status, its orders, and the election.
 
-Keys, under the prefix of the run's generation (see `elastic_aio.discovery.keys`):
+Keys, under the prefix of the run's generation (see `elastic_aio.discovery.runs`):
 
 * `t/<member>`: the member's status, under its lease;
 * `o/<member>`: the coordinator's order for it, under the coordinator's lease, so that
@@ -31,7 +31,8 @@ from elastic_aio.aio import (
 )
 from elastic_aio.discovery.choice import FENCE
 from elastic_aio.discovery.jobs import enter_run, former_jobs_key
-from elastic_aio.discovery.keys import (
+from elastic_aio.discovery.locator import LocatedStore
+from elastic_aio.discovery.runs import (
     RunEnd,
     RunRecord,
     decode_end,
@@ -42,7 +43,6 @@ from elastic_aio.discovery.keys import (
     run_key,
     run_store,
 )
-from elastic_aio.discovery.locator import LocatedStore
 from elastic_aio.errors import StoreError, StoreLost
 from elastic_aio.outcome import EndCause
 from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner

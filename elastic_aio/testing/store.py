@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic_aio.discovery.jobs import FormerJob, decode_former_jobs
-from elastic_aio.discovery.keys import RunEnd, decode_end, decode_run, run_prefix
+from elastic_aio.discovery.runs import RunEnd, decode_end, decode_run, run_prefix
 from elastic_aio.rendezvous.messages import (
     LeaderRecord,
     MemberStatus,

@@ -16,7 +16,7 @@ from elastic_aio.discovery.jobs import (
     former_jobs_key,
     job_to_join,
 )
-from elastic_aio.discovery.keys import (
+from elastic_aio.discovery.runs import (
     RunEnd,
     RunMove,
     RunRecord,

@@ -764,7 +764,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "claim-of-an-end-obeyed",
-        "discovery/keys.py",
+        "discovery/runs.py",
         "return end if end is not None and end.is_final else None",
         "return end",
         "an end counts once its coordinator cannot be deposed any more",
@@ -772,7 +772,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "end-without-lease",
-        "discovery/keys.py",
+        "discovery/runs.py",
         'present = await lease.compare_set("end", former, claim)',
         'present = await store.compare_set("end", former, claim)',
         "a coordinator without a lease records no end",
@@ -780,7 +780,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "claim-of-a-move-obeyed",
-        "discovery/keys.py",
+        "discovery/runs.py",
         "return move if move is not None and move.is_final else None",
         "return move",
         "a move counts once it cannot be withdrawn any more",

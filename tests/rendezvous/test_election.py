@@ -9,8 +9,8 @@ from typing import Any, Never, cast
 import pytest
 
 from elastic_aio.aio import Notifier, cancel_and_wait, create_task
-from elastic_aio.discovery.keys import RunRecord
 from elastic_aio.discovery.locator import LocatedStore
+from elastic_aio.discovery.runs import RunRecord
 from elastic_aio.errors import StoreRefused
 from elastic_aio.node_events import CoordinatorChanged
 from elastic_aio.rendezvous.coordinator_link import CoordinatorLink

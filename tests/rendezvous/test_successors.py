@@ -8,8 +8,8 @@ from typing import Any, Never, cast
 import pytest
 
 from elastic_aio.aio import Notifier, cancel_and_wait, create_task, wait_forever
-from elastic_aio.discovery.keys import RunRecord
 from elastic_aio.discovery.locator import LocatedStore
+from elastic_aio.discovery.runs import RunRecord
 from elastic_aio.outcome import JobState
 from elastic_aio.rendezvous import coordinator_link
 from elastic_aio.rendezvous.base import RoundStopped, StopRound
