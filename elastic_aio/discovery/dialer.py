@@ -12,9 +12,8 @@ from msgspec import Struct
 
 from elastic_aio.aio import create_task, run_shielded
 from elastic_aio.discovery.choice import FENCE, RECONNECT_FOR
-from elastic_aio.discovery.jobs import job_to_join
 from elastic_aio.discovery.network import StoreNetwork
-from elastic_aio.discovery.runs import claim_store
+from elastic_aio.discovery.runs import claim_store, job_to_join
 from elastic_aio.errors import StoreError, StoreRefused
 from elastic_aio.sockets import Address, format_endpoint
 from elastic_aio.spec.checks import parse_host_port

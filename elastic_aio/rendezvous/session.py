@@ -30,13 +30,14 @@ from elastic_aio.aio import (
     wall_clock,
 )
 from elastic_aio.discovery.choice import FENCE
-from elastic_aio.discovery.jobs import enter_run, former_jobs_key
 from elastic_aio.discovery.locator import LocatedStore
 from elastic_aio.discovery.runs import (
     RunEnd,
     RunRecord,
     decode_end,
     decode_move,
+    enter_run,
+    former_jobs_key,
     read_run,
     release_claim,
     restore_end,

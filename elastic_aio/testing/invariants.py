@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from elastic_aio.discovery.choice import FENCE
-from elastic_aio.discovery.jobs import FormerJob
-from elastic_aio.discovery.runs import RunEnd
+from elastic_aio.discovery.runs import FormerJob, RunEnd
 from elastic_aio.events import Event
 from elastic_aio.node_events import RoundForming
 from elastic_aio.outcome import JobOutcome, JobState

@@ -6,8 +6,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from elastic_aio.discovery.jobs import FormerJob, decode_former_jobs
-from elastic_aio.discovery.runs import RunEnd, decode_end, decode_run, run_prefix
+from elastic_aio.discovery.runs import (
+    FormerJob,
+    RunEnd,
+    decode_end,
+    decode_former_jobs,
+    decode_run,
+    run_prefix,
+)
 from elastic_aio.rendezvous.messages import (
     LeaderRecord,
     MemberStatus,

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from elastic_aio import Event, JobFinished, JobState, WorkerStarted
-from elastic_aio.discovery.jobs import enter_run
-from elastic_aio.discovery.runs import run_store
+from elastic_aio.discovery.runs import enter_run, run_store
 from elastic_aio.rendezvous.event_stream import EventStreamWriter
 from elastic_aio.store import StoreServer, connect
 from tests.support.sockets import free_port

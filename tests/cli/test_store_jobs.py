@@ -10,8 +10,7 @@ import time
 import pytest
 
 from elastic_aio.cli import main
-from elastic_aio.discovery.jobs import enter_run
-from elastic_aio.discovery.runs import restore_end, run_store
+from elastic_aio.discovery.runs import enter_run, restore_end, run_store
 from elastic_aio.outcome import JobOutcome, JobState
 from elastic_aio.store import StoreServer, connect
 

@@ -13,9 +13,8 @@ import sys
 import time
 from typing import Any
 
-from elastic_aio.discovery.jobs import enter_run
 from elastic_aio.discovery.locator import DiscoveryError, LocatedStore, StoreLocator
-from elastic_aio.discovery.runs import RunRecord
+from elastic_aio.discovery.runs import RunRecord, enter_run
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.store import RemoteStore
 

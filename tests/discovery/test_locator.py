@@ -17,7 +17,6 @@ from elastic_aio.aio import wait_forever
 from elastic_aio.discovery import dialer
 from elastic_aio.discovery import locator as locator_module
 from elastic_aio.discovery.choice import EndpointState
-from elastic_aio.discovery.jobs import enter_run
 from elastic_aio.discovery.locator import (
     ActiveElsewhere,
     DiscoveryError,
@@ -25,7 +24,7 @@ from elastic_aio.discovery.locator import (
     StoreLocator,
 )
 from elastic_aio.discovery.network import StoreNetwork
-from elastic_aio.discovery.runs import RunRecord
+from elastic_aio.discovery.runs import RunRecord, enter_run
 from elastic_aio.errors import SpecError, StoreClosed
 from elastic_aio.sockets import Address
 from elastic_aio.spec.rendezvous import RendezvousSpec

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_aio.discovery.jobs import enter_run
 from elastic_aio.discovery.locator import LocatedStore, StoreLocator
+from elastic_aio.discovery.runs import enter_run
 from elastic_aio.store import RemoteStore
 from tests.discovery.conftest import RUN, MakeLocator, Node, StartNode
 from tests.support.netns import Network

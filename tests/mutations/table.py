@@ -14,7 +14,7 @@ _ELECTION: Final = _RENDEZVOUS + "test_election.py::"
 _DETECTOR: Final = _RENDEZVOUS + "test_coordinator_link.py::"
 _SUCCESSORS: Final = _RENDEZVOUS + "test_successors.py::"
 _DISCOVERY: Final = "tests/discovery/"
-_JOBS: Final = _DISCOVERY + "test_jobs.py::"
+_JOBS: Final = _DISCOVERY + "test_runs.py::"
 _SCALE_UP: Final = _RENDEZVOUS + "test_scale_up.py::"
 _END: Final = _RENDEZVOUS + "test_job_end.py::"
 _STORE: Final = "tests/store/"
@@ -587,7 +587,7 @@ MUTATIONS: Final = (
     # -------------------------------------------------------------- discovery
     Mutation(
         "former-end-for-a-mover",
-        "discovery/jobs.py",
+        "discovery/runs.py",
         "(end is not None and is_own and (is_committed or not reuse))",
         "(end is not None and (is_committed or not reuse))",
         "the end of a former job is not that of a node which takes part in another",
@@ -595,7 +595,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "ended-run-begins-again",
-        "discovery/jobs.py",
+        "discovery/runs.py",
         "(end is not None and is_own and (is_committed or not reuse))",
         "(end is not None and is_own and is_committed)",
         "a late node reads the end of the run",
@@ -788,7 +788,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "committed-node-enters-another-job",
-        "discovery/jobs.py",
+        "discovery/runs.py",
         "is_own = not is_committed or job == record.job",
         "is_own = True",
         "a node that has had a place in a job enters no other one",
@@ -859,7 +859,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "job-with-another-program-joined",
-        "discovery/jobs.py",
+        "discovery/runs.py",
         "program == record.program and goes_on(record.job)",
         "goes_on(record.job)",
         "a job with another program is no half of one",
@@ -875,7 +875,7 @@ MUTATIONS: Final = (
     ),
     Mutation(
         "former-end-forgotten",
-        "discovery/jobs.py",
+        "discovery/runs.py",
         "await _add_former(store, run_id, FormerJob(record.job, wall_clock(), end, goes_on_in))",
         "pass",
         "the end of a job outlives its generation",

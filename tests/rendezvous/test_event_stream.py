@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from elastic_aio import Event, EventsMissed, JobFinished, JobState, WorkerStarted, follow_job
-from elastic_aio.discovery.jobs import enter_run
-from elastic_aio.discovery.runs import restore_end, run_store
+from elastic_aio.discovery.runs import enter_run, restore_end, run_store
 from elastic_aio.errors import SpecError, StoreClosed, StoreLost, StoreRefused, StoreTimeout
 from elastic_aio.event_json import event_from_json, event_to_json
 from elastic_aio.events import AttemptFailed

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from elastic_aio.discovery.jobs import enter_run
-from elastic_aio.discovery.runs import read_run, restore_end, run_prefix, run_store
+from elastic_aio.discovery.runs import enter_run, read_run, restore_end, run_prefix, run_store
 from elastic_aio.events import WorkerStarted
 from elastic_aio.outcome import JobOutcome, JobState
 from elastic_aio.rendezvous.event_stream import EventStreamWriter

@@ -8,21 +8,19 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from elastic_aio.discovery import jobs
-from elastic_aio.discovery.jobs import (
-    FormerJob,
-    decode_former_jobs,
-    enter_run,
-    former_jobs_key,
-    job_to_join,
-)
+from elastic_aio.discovery import runs
 from elastic_aio.discovery.runs import (
+    FormerJob,
     RunEnd,
     RunMove,
     RunRecord,
     claim_move,
+    decode_former_jobs,
     decode_move,
     end_of,
+    enter_run,
+    former_jobs_key,
+    job_to_join,
     read_end,
     record_end,
     record_move,
@@ -180,7 +178,7 @@ async def test_few_former_jobs_are_kept_and_none_for_ever(
         await enter(store, reuse=True)
     kept = decode_former_jobs(await store.peek(former_jobs_key(RUN)))
     assert [one.job for one in kept] == [f"j{number}" for number in range(6, 70)]
-    monkeypatch.setattr(jobs, "wall_clock", lambda: kept[-1].at + 86_400)
+    monkeypatch.setattr(runs, "wall_clock", lambda: kept[-1].at + 86_400)
     await restore_end(await begin(store, "last"), DONE, 100.0)
     await enter(store, reuse=True)
     kept = decode_former_jobs(await store.peek(former_jobs_key(RUN)))
