@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from elastic_aio.aio import wait_forever
-from elastic_aio.discovery import dialer
 from elastic_aio.discovery import locator as locator_module
 from elastic_aio.discovery.choice import EndpointState
 from elastic_aio.discovery.locator import (
@@ -607,7 +606,7 @@ async def test_a_busy_host_serves_at_its_own_address(monkeypatch: pytest.MonkeyP
         return await dial(self, address)
 
     monkeypatch.setattr(StoreNetwork, "dial", dial_late)
-    monkeypatch.setattr(dialer, "_CONNECT_TIMEOUT", 30.0)
+    monkeypatch.setattr(locator_module, "_CONNECT_TIMEOUT", 30.0)
     endpoint = f"127.0.0.1:{free_port()}"
     locator = StoreLocator(RendezvousSpec(endpoint=endpoint, read_timeout=30.0), "run")
     try:
