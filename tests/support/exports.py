@@ -22,7 +22,6 @@ PACKAGES = [
 LAZY = [
     "elastic_aio",
     "elastic_aio.compat.torch",
-    "elastic_aio.compat.torch.timers",
     "elastic_aio.engines.etcd",
     "elastic_aio.engines.redis",
     "elastic_aio.http",
@@ -67,9 +66,10 @@ def names_of(package: str) -> set[str]:
 def block_of(package: str) -> str:
     """Return the imports that type checkers see."""
     homes, rest = table_of(package)
-    lines = {f"    from {rest} import *  # noqa: F403": (rest, 0, "")} if rest else {}
+    whole = {home for home in homes.values() if home == rest or is_whole(home, homes)}
+    lines = {f"    from {home} import *  # noqa: F403": (home, 0, "") for home in whole}
     for name, home in homes.items():
-        if home != rest:
+        if home not in whole:
             # As ruff sorts: constants, classes, functions.
             kind = 0 if name.isupper() else 1 if name[0].isupper() else 2
             line = f"    from {home} import {name} as {name}"
@@ -77,6 +77,12 @@ def block_of(package: str) -> str:
                 line = f"    from {home} import (\n        {name} as {name},\n    )"
             lines[line] = (home, kind, name.lower())
     return "\n".join(["if TYPE_CHECKING:", *sorted(lines, key=lambda line: lines[line]), "else:\n"])
+
+
+def is_whole(module: str, homes: dict[str, str]) -> bool:
+    """Return whether a package has all names that a module shows, and no other of its names."""
+    shown = {*getattr(importlib.import_module(module), "__all__", ())}
+    return {name for name, home in homes.items() if home == module} <= shown <= homes.keys()
 
 
 def has_block(package: str) -> bool:

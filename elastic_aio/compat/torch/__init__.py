@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from elastic_aio.lazy import lazy_exports
 
-if TYPE_CHECKING:  # all names of each module
+if TYPE_CHECKING:
     from elastic_aio.compat.torch.agent import *  # noqa: F403
     from elastic_aio.compat.torch.errors import *  # noqa: F403
     from elastic_aio.compat.torch.installation import *  # noqa: F403
