@@ -15,7 +15,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 from elastic_aio.agent.agent import Agent, driver_of
@@ -282,12 +281,7 @@ class GroupContext:
         await self.group.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Stop the processes that still run, and release everything."""
         await self.group.stop()
 
@@ -503,12 +497,7 @@ class ProcessContext:
         """Return the context; its processes run already."""
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Stop the processes that still run."""
         await self.aclose()
 

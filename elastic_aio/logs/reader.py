@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import count
-from types import TracebackType
 
 from elastic_aio.aio import create_task, read_cached, run_in_thread
 from elastic_aio.logs.inotify import InotifyWatcher
@@ -100,12 +99,7 @@ class LogReader:
     async def __aenter__(self) -> LogReader:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Close the reader."""
         await self.aclose()
 

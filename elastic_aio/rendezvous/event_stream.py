@@ -18,7 +18,6 @@ import random
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, Final, Self
 
 import msgspec
@@ -259,12 +258,7 @@ class JobEvents:
         self._is_open = True
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     def __aiter__(self) -> Self:

@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from enum import StrEnum
-from types import TracebackType
 from typing import Final, Self, TypeVar
 
 import msgspec
@@ -112,12 +111,7 @@ class JobList:
         self._store = await open_job_store(self._spec, "", self._timeout)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._store is not None:
             await self._store.aclose()
 

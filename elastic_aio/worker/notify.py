@@ -15,7 +15,6 @@ import math
 import os
 import select
 import stat
-from types import TracebackType
 
 from elastic_aio.worker import interpreter
 from elastic_aio.worker.context import NOTIFY_FD, NOTIFY_SOCKET
@@ -99,12 +98,7 @@ class phase:  # used like a function, as `contextlib.suppress`
         send(*lines, patience_ms=PATIENCE_MS)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End the phase."""
         send(f"PHASE_END={_line(self.name)}", patience_ms=PATIENCE_MS)
 

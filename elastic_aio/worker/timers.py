@@ -20,7 +20,6 @@ import select
 import signal
 import sys
 import time
-from types import TracebackType
 
 from elastic_aio.errors import HostError
 from elastic_aio.text import error_reason
@@ -58,12 +57,7 @@ class Timer:
             raise HostError(f"the launcher does not listen at {self._path}: {reason}") from error
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Release the timer."""
         try:
             self._send(-1.0, 0)
