@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_aio.agent.agent import Agent, driver_of
+from elastic_aio.agent.agent import driver_of, make_agent
 from elastic_aio.agent.driver import Driver
 from elastic_aio.agent.entrypoint import PerRankOverrides
 from elastic_aio.agent.failures import WorkerRecord
@@ -65,7 +65,7 @@ class BareGroup:
                     listener(change)
 
         self._notify = notify
-        self._agent = Agent(spec, console=console, listeners=[notify], _overrides=overrides)
+        self._agent = make_agent(spec, console=console, listeners=[notify], overrides=overrides)
 
     def __repr__(self) -> str:
         exited, count = len(self.exited()), len(self.records)

@@ -66,6 +66,9 @@ class Agent:
     """
 
     _driver: Driver | None = None
+    _spawner: Spawner | None = None
+    _overrides: PerRankOverrides | None = None
+    _make_rendezvous: RendezvousFactory | None = None
 
     def __init__(
         self,
@@ -75,9 +78,6 @@ class Agent:
         listeners: Sequence[EventListener] = (),
         adopt_orphans: bool = False,
         control: bool = False,
-        _spawner: Spawner | None = None,
-        _overrides: PerRankOverrides | None = None,
-        _rendezvous: RendezvousFactory | None = None,
     ) -> None:
         """Prepare a job; nothing is started before the block is entered.
 
@@ -111,9 +111,6 @@ class Agent:
         self._adopts_orphans = checked_part("adopt_orphans", adopt_orphans, kind=bool)
         self._has_control = checked_part("control", control, kind=bool)
         self._control: ControlServer | None = None
-        self._spawner = _spawner
-        self._overrides = _overrides
-        self._make_rendezvous = _rendezvous
 
     def __repr__(self) -> str:
         return f"<Agent of run {self.run_id}: {self._driver or 'not started'}>"
@@ -422,6 +419,29 @@ class Agent:
         if self._driver.is_copy:
             raise RuntimeError("the job runs in the process that has forked this one")
         return self._driver
+
+
+def make_agent(
+    spec: LaunchSpec,
+    *,
+    console: ConsoleTarget | None = None,
+    listeners: Sequence[EventListener] = (),
+    spawner: Spawner | None = None,
+    overrides: PerRankOverrides | None = None,
+    rendezvous: RendezvousFactory | None = None,
+) -> Agent:
+    """Return an agent with a part of another kind than an `Agent` makes for the spec.
+
+    Args:
+        spawner: starts the programs.
+        overrides: what differs by worker.
+        rendezvous: makes the node's part in the rendezvous of several nodes.
+    """
+    agent = Agent(spec, console=console, listeners=listeners)
+    agent._spawner = spawner
+    agent._overrides = overrides
+    agent._make_rendezvous = rendezvous
+    return agent
 
 
 def driver_of(agent: Agent) -> Driver:

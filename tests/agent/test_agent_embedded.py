@@ -27,6 +27,7 @@ from elastic_aio import (
     WorkerStarted,
     launch,
 )
+from elastic_aio.agent.agent import make_agent
 from elastic_aio.outcome import ExitStatus
 from elastic_aio.process.children import ChildExit, ChildSpec
 from tests.support.leaks import own_children
@@ -180,7 +181,7 @@ async def test_no_restart_beside_a_process_that_cannot_be_killed() -> None:
         max_restarts=3,
         stop=StopPlan([], reap_timeout=0.2),
     )
-    async with Agent(spec, _spawner=spawn) as agent:
+    async with make_agent(spec, spawner=spawn) as agent:
         with pytest.raises(JobFailed, match="a process could not be killed") as caught:
             await agent.wait()
     assert len(caught.value.result.attempts) == 1

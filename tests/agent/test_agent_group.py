@@ -26,6 +26,7 @@ from elastic_aio import (
     WorkerStarted,
     launch,
 )
+from elastic_aio.agent.agent import make_agent
 from elastic_aio.errors import SpawnError
 from elastic_aio.process.children import Child, ChildSpec, command_spawner
 from tests.support.children import ignoring_signals, noted, noting, shell, until
@@ -273,7 +274,7 @@ async def test_a_worker_that_cannot_be_spawned_takes_the_others_along(tmp_path: 
             raise SpawnError("no more room", permanent=False, exit_code=1)
         return await spawn(plan)
 
-    async with Agent(spec(tmp_path, noting(), 4), _spawner=spawn_two) as agent:
+    async with make_agent(spec(tmp_path, noting(), 4), spawner=spawn_two) as agent:
         with pytest.raises(JobFailed, match="no more room") as caught:
             await agent.wait()
         events = [event async for event in agent.events()]
@@ -298,7 +299,7 @@ async def test_a_spawn_that_works_at_the_second_attempt() -> None:
         return await spawn(plan)
 
     job = LaunchSpec(["true"], nproc_per_node=2, max_restarts=1)
-    async with Agent(job, _spawner=refuse_once) as agent:
+    async with make_agent(job, spawner=refuse_once) as agent:
         result = await agent.wait()
     assert result.restarts == 1
     assert result.attempts[0].failures[0].message == "no more room"

@@ -29,7 +29,7 @@ from elastic_aio import (
     WorkerExited,
     launch,
 )
-from elastic_aio.agent.agent import driver_of
+from elastic_aio.agent.agent import driver_of, make_agent
 from elastic_aio.process import children, proc
 from elastic_aio.process.children import Child, ChildExit, ChildSpec, Spawner, command_spawner
 from elastic_aio.process.guardian import Guardian
@@ -326,7 +326,7 @@ async def test_a_worker_that_cannot_be_killed_is_reported(
                     'until [ -e "$NOTES/0" ]; do :; done; exit 4; }; exec sleep 99')  # fmt: skip
     spec = LaunchSpec(script, env={"NOTES": str(tmp_path)}, stop=plan, nproc_per_node=2)
     async with unkillable_spawner() as (spawner, made):
-        async with Agent(spec, _spawner=spawner) as agent:
+        async with make_agent(spec, spawner=spawner) as agent:
             if path == "stop":
                 await until(noted(tmp_path, 2))
                 agent.stop()

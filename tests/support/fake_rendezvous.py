@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from elastic_aio import Agent, Event, LaunchSpec, LogSpec, StopPlan
+from elastic_aio import Event, LaunchSpec, LogSpec, StopPlan
+from elastic_aio.agent.agent import make_agent
 from elastic_aio.outcome import ExitStatus, Failure, WorkerError
 from elastic_aio.ranks import NodeSize, assign_node_ranks
 from elastic_aio.rendezvous.base import (
@@ -140,7 +141,7 @@ class Member:
         self.events: list[Event] = []
         self.rendezvous: FakeRendezvous = cast("FakeRendezvous", None)
         self.prepare: Callable[[FakeRendezvous], None] = lambda rendezvous: None
-        self.agent = Agent(spec, listeners=[self.events.append], _rendezvous=self._make)
+        self.agent = make_agent(spec, listeners=[self.events.append], rendezvous=self._make)
 
     def _make(self, spec: LaunchSpec, node: NodeInfo, run_id: str, agent: AgentPort) -> Rendezvous:
         self.rendezvous = FakeRendezvous(spec, node, run_id, agent)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, TextIO
 
-from elastic_aio.agent.agent import Agent
+from elastic_aio.agent.agent import Agent, make_agent
 from elastic_aio.agent.event_log import EventListener
 from elastic_aio.compat.torch.errors import ProcessFailure
 from elastic_aio.compat.torch.events import event_listener
@@ -494,7 +494,7 @@ class AgentJob:
         server = self._server
         if server is not None:
             listeners = [*listeners, server]
-        agent = Agent(self.spec, console=console, listeners=listeners, _rendezvous=factory)
+        agent = make_agent(self.spec, console=console, listeners=listeners, rendezvous=factory)
         if _is_loop_running():
             return _run_in_thread(agent, server)
         if threading.current_thread() is not threading.main_thread():
