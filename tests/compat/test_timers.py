@@ -30,7 +30,6 @@ from elastic_aio.compat.torch.timers import (
     configure,
     expires,
 )
-from elastic_aio.compat.torch.timers.api import ProcessTimerServer
 from tests.support.children import until_sync
 
 context = multiprocessing.get_context("spawn")
@@ -88,7 +87,7 @@ def stuck_by_queue(queue: Any) -> None:
     stuck(LocalTimerClient(queue))
 
 
-def acquired(server: ProcessTimerServer) -> list[tuple[int, str]]:
+def acquired(server: TimerServer) -> list[tuple[int, str]]:
     """Return the processes and names of all timers."""
     timers = server.get_expired_timers(float("inf"))
     return [(pid, timer.scope_id) for pid, found in timers.items() for timer in found]
