@@ -125,7 +125,7 @@ CONFINED = {
     # Each import is inside the function that has to return one of torch's objects.
     "torch": {
         "compat.torch.rendezvous.bridge",
-        "compat.torch.rendezvous.handlers",
+        "compat.torch.rendezvous",
     },
     "uvloop": {"cli.options"},
 }

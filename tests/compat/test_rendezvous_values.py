@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from elastic_aio.compat.torch.rendezvous import (
+    DynamicRendezvousHandler,
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
@@ -19,7 +20,6 @@ from elastic_aio.compat.torch.rendezvous import (
     get_rendezvous_handler,
 )
 from elastic_aio.compat.torch.rendezvous.api import rendezvous_error
-from elastic_aio.compat.torch.rendezvous.handlers import DynamicRendezvousHandler
 from elastic_aio.outcome import EndCause, JobOutcome, JobState
 from elastic_aio.spec.job import LaunchSpec
 

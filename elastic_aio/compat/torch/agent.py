@@ -31,9 +31,9 @@ from elastic_aio.compat.torch.events import event_listener
 from elastic_aio.compat.torch.metrics import metric_listener
 from elastic_aio.compat.torch.multiprocessing import SignalException, numa_mode, start_method_of
 from elastic_aio.compat.torch.multiprocessing.logs import DefaultLogsSpecs, LogsSpecs
+from elastic_aio.compat.torch.rendezvous import DynamicRendezvousHandler
 from elastic_aio.compat.torch.rendezvous.api import RendezvousClosedError, error_of_cause
 from elastic_aio.compat.torch.rendezvous.bridge import HandlerRendezvous
-from elastic_aio.compat.torch.rendezvous.handlers import DynamicRendezvousHandler
 from elastic_aio.errors import JobFailed, JobStopped, RendezvousFailed, SpecError
 from elastic_aio.events import AttemptFailed, Event, JobFinished, StopRequested, WorkerStarted
 from elastic_aio.http.server import StatusServer

@@ -25,8 +25,8 @@ from elastic_aio.compat.torch.agent import LocalElasticAgent, WorkerSpec
 from elastic_aio.compat.torch.errors import ChildFailedError, record
 from elastic_aio.compat.torch.multiprocessing import SignalException
 from elastic_aio.compat.torch.multiprocessing.logs import DefaultLogsSpecs, LogsSpecs, Std
+from elastic_aio.compat.torch.rendezvous import get_rendezvous_handler
 from elastic_aio.compat.torch.rendezvous.api import RendezvousHandler, RendezvousParameters
-from elastic_aio.compat.torch.rendezvous.registry import get_rendezvous_handler
 from elastic_aio.spec.checks import UsageError, variable_of
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rdzv_conf import parse_pairs
