@@ -15,7 +15,7 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from msgspec import Struct
@@ -26,7 +26,7 @@ from elastic_aio.compat.torch.errors import ChildFailedError, record
 from elastic_aio.compat.torch.multiprocessing import SignalException
 from elastic_aio.compat.torch.multiprocessing.logs import DefaultLogsSpecs, LogsSpecs, Std
 from elastic_aio.compat.torch.rendezvous import get_rendezvous_handler
-from elastic_aio.compat.torch.rendezvous.api import RendezvousHandler, RendezvousParameters
+from elastic_aio.compat.torch.rendezvous.api import RendezvousParameters
 from elastic_aio.spec.checks import UsageError, variable_of
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rdzv_conf import parse_pairs
@@ -189,7 +189,24 @@ def launch_agent(
             **config.rdzv_configs,
         )
     )
-    agent = _agent(config, handler, entrypoint, args, health_check_server)
+    assert config.logs_specs is not None, "it has a default"
+    assert config.shutdown_timeout is not None, "it has a default"
+    shared = _names_of(WorkerSpec) & _names_of(LaunchConfig)
+    agent = LocalElasticAgent(
+        WorkerSpec(
+            local_world_size=config.nproc_per_node,
+            rdzv_handler=handler,
+            entrypoint=entrypoint,
+            args=tuple(args),
+            **{name: getattr(config, name) for name in shared},
+        ),
+        logs_specs=config.logs_specs,
+        start_method=config.start_method,
+        log_line_prefix_template=config.log_line_prefix_template,
+        shutdown_timeout=config.shutdown_timeout,
+        health_check_server=health_check_server,
+        signals_to_handle=config.signals_to_handle,
+    )
     is_shut_down = True
     try:
         result = agent.run()
@@ -204,38 +221,8 @@ def launch_agent(
     return result.return_values
 
 
-def _agent(
-    config: LaunchConfig,
-    handler: RendezvousHandler,
-    entrypoint: Callable[..., Any] | str | None,
-    args: list[Any],
-    health_check_server: Any,
-) -> LocalElasticAgent:
-    assert config.logs_specs is not None, "it has a default"
-    assert config.shutdown_timeout is not None, "it has a default"
-    return LocalElasticAgent(
-        WorkerSpec(
-            role=config.role,
-            local_world_size=config.nproc_per_node,
-            rdzv_handler=handler,
-            entrypoint=entrypoint,
-            args=tuple(args),
-            max_restarts=config.max_restarts,
-            monitor_interval=config.monitor_interval,
-            local_addr=config.local_addr,
-            event_log_handler=config.event_log_handler,
-            numa_options=config.numa_options,
-            duplicate_stdout_filters=config.duplicate_stdout_filters,
-            duplicate_stderr_filters=config.duplicate_stderr_filters,
-            virtual_local_rank=config.virtual_local_rank,
-        ),
-        logs_specs=config.logs_specs,
-        start_method=config.start_method,
-        log_line_prefix_template=config.log_line_prefix_template,
-        shutdown_timeout=config.shutdown_timeout,
-        health_check_server=health_check_server,
-        signals_to_handle=config.signals_to_handle,
-    )
+def _names_of(kind: type[WorkerSpec | LaunchConfig]) -> set[str]:
+    return {each.name for each in fields(kind)}
 
 
 def _get_entrypoint_name(entrypoint: Callable[..., Any] | str | None, args: Sequence[Any]) -> str:
@@ -451,28 +438,21 @@ def config_from_args(
         tee=Std.from_str(args.tee),
         local_ranks_filter=_local_ranks(args.local_ranks_filter),
     )
+    shared = _names_of(LaunchConfig) & {name.replace("-", "_") for name in _ARGUMENTS}
+    settings = {name: getattr(args, name) for name in shared}
     config = LaunchConfig(
-        min_nodes=low,
-        max_nodes=high,
-        nproc_per_node=determine_local_world_size(args.nproc_per_node),
-        logs_specs=logs,
-        run_id=args.rdzv_id,
-        role=args.role,
-        rdzv_endpoint=get_rdzv_endpoint(args),
-        rdzv_backend=args.rdzv_backend,
-        rdzv_configs=rdzv_configs,
-        max_restarts=args.max_restarts,
-        monitor_interval=args.monitor_interval,
-        start_method=args.start_method,
-        log_line_prefix_template=os.environ.get(_PREFIX_VARIABLE),
-        local_addr=args.local_addr,
-        event_log_handler=args.event_log_handler,
-        numa_options=args.numa_binding,
-        signals_to_handle=args.signals_to_handle,
-        duplicate_stdout_filters=args.duplicate_stdout_filters,
-        duplicate_stderr_filters=args.duplicate_stderr_filters,
-        virtual_local_rank=args.virtual_local_rank,
-        shutdown_timeout=args.shutdown_timeout,
+        **settings
+        | {
+            "min_nodes": low,
+            "max_nodes": high,
+            "nproc_per_node": determine_local_world_size(args.nproc_per_node),
+            "logs_specs": logs,
+            "run_id": args.rdzv_id,
+            "rdzv_endpoint": get_rdzv_endpoint(args),
+            "rdzv_configs": rdzv_configs,
+            "log_line_prefix_template": os.environ.get(_PREFIX_VARIABLE),
+            "numa_options": args.numa_binding,
+        }
     )
     return config, *_command(args)
 

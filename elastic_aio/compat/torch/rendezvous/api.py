@@ -108,38 +108,18 @@ class RendezvousStoreInfo:
         )
 
 
+@dataclass(frozen=True, eq=False)
 class RendezvousInfo:
     """What a node gets when a round is complete."""
 
-    def __init__(
-        self,
-        store: Any,
-        rank: int,
-        world_size: int,
-        bootstrap_store_info: RendezvousStoreInfo | None,
-    ) -> None:
-        """Keep the parts of the round."""
-        self._parts = store, rank, world_size, bootstrap_store_info
-
-    @property
-    def store(self) -> Any:
-        """The torch `Store` of the agents."""
-        return self._parts[0]
-
-    @property
-    def rank(self) -> int:
-        """The rank of this node."""
-        return self._parts[1]
-
-    @property
-    def world_size(self) -> int:
-        """The number of nodes."""
-        return self._parts[2]
-
-    @property
-    def bootstrap_store_info(self) -> RendezvousStoreInfo | None:
-        """Where the workers meet."""
-        return self._parts[3]
+    store: Any
+    """The torch `Store` of the agents."""
+    rank: int
+    """The rank of this node."""
+    world_size: int
+    """The number of nodes."""
+    bootstrap_store_info: RendezvousStoreInfo | None
+    """Where the workers meet."""
 
 
 class RendezvousHandler(abc.ABC):
@@ -227,10 +207,8 @@ class RendezvousParameters:
         value = self.get(key, default)
         if value is None or isinstance(value, bool):
             return value
-        if str(value).lower() in _YES:
-            return True
-        if str(value).lower() in _NO:
-            return False
+        if (word := str(value).lower()) in (*_YES, *_NO):
+            return word in _YES
         raise ValueError(f"{key}: must be a valid boolean value (got {value!r})")
 
     def get_as_int(self, key: str, default: int | None = None) -> int | None:
