@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -314,31 +314,36 @@ class LocalElasticAgent(ElasticAgent):
         """
         self._worker_group = WorkerGroup(spec)
         self._health_check_server = health_check_server
-        self._settings = JobSettings(
-            logs_specs=logs_specs,
-            start_method=start_method,
-            exit_barrier_timeout=exit_barrier_timeout,
-            prefix=log_line_prefix_template,
-            shutdown_timeout=shutdown_timeout,
-            signals=signals_to_handle or os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE"),
-            uninterruptible_timeout=_uninterruptible_timeout(uninterruptible_state_timeout),
-        )
+        self._logs_specs = logs_specs
+        self._start_method = start_method
+        self._exit_barrier_timeout = exit_barrier_timeout
+        self._prefix = log_line_prefix_template
+        self._shutdown_timeout = shutdown_timeout
+        self._signals = signals_to_handle or os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")
+        self._uninterruptible_timeout = _uninterruptible_timeout(uninterruptible_state_timeout)
+        self._bridge: HandlerRendezvous | None = None  # of the present run
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the workers to their end, with all restarts; the role is the spec's.
 
+        On the main thread the signals of the settings stop the job.
+
         Raises:
-            RendezvousError: the nodes did not come together.
+            RendezvousError: the nodes did not come together, or the job has ended before.
             SignalException: a signal ended the job; no process of it is left.
             ValueError: a setting cannot be accepted.
             elastic_aio.HostError: this host lacks something that the job needs.
+            Exception: what the rendezvous handler raised.
         """
-        job = AgentJob(self._worker_group.spec, self._settings)
+        self._bridge = None
+        spec, signals = self._launch_spec(), _signal_spec(self._signals)
+        handlers = _event_handlers(self._worker_group.spec.event_log_handler)
+        listeners = [_log_event, *handlers, self._worker_group.on_event]
         server = self._health_check_server
         if server is not None:
             server.start()
         try:
-            return _run_result(job.run([self._worker_group.on_event]))
+            return _run_result(self._run_job(spec, signals, listeners))
         finally:
             if server is not None:
                 server.stop()
@@ -347,60 +352,9 @@ class LocalElasticAgent(ElasticAgent):
         """Return the workers; another thread may change them meanwhile."""
         return self._worker_group
 
-
-SimpleElasticAgent.register(LocalElasticAgent)
-
-
-def _uninterruptible_timeout(given: float | None) -> float | None:
-    if given is not None:
-        return max(0.0, given)
-    try:
-        return uninterruptible_timeout_from(os.environ)
-    except UsageError as error:
-        raise ValueError(str(error)) from None
-
-
-def _run_result(result: LaunchResult) -> RunResult:
-    if result.state is JobState.SUCCEEDED:
-        return RunResult(WorkerState.SUCCEEDED, return_values=dict(result.return_values))
-    failures = {one.rank: ProcessFailure.from_failure(one) for one in reversed(result.failures)}
-    # Reversed twice: of two failures with one rank, the earlier counts.
-    return RunResult(WorkerState.FAILED, failures=dict(reversed(failures.items())))
-
-
-# ------------------------------------------------------------------- the job
-
-
-@dataclass(frozen=True, slots=True)
-class JobSettings:
-    """The settings of an agent that are not in its `WorkerSpec` (see `LocalElasticAgent`)."""
-
-    logs_specs: LogsSpecs
-    start_method: str | None
-    exit_barrier_timeout: float
-    prefix: str | None
-    shutdown_timeout: float
-    signals: str | None
-    uninterruptible_timeout: float | None
-
-
-class AgentJob:
-    """One run of the workers of a `WorkerSpec`."""
-
-    def __init__(self, worker_spec: WorkerSpec, settings: JobSettings) -> None:
-        """Translate the settings, or raise a ValueError; nothing is started before `run`."""
-        self._worker_spec = worker_spec
-        self._settings = settings
-        self._handler = worker_spec.rdzv_handler
-        self._bridge: HandlerRendezvous | None = None
-        self.spec = self._launch_spec()
-        self._signals = _signal_spec(settings.signals)
-        self._event_handlers = _event_handlers(worker_spec.event_log_handler)
-        self._server = _status_server()
-
     def _launch_spec(self) -> LaunchSpec:
-        spec, settings = self._worker_spec, self._settings
-        handler = self._handler
+        spec = self._worker_group.spec
+        handler = spec.rdzv_handler
         entrypoint: Any = spec.entrypoint
         if isinstance(handler, DynamicRendezvousHandler):
             nodes = (handler.nodes.minimum, handler.nodes.maximum)
@@ -421,45 +375,39 @@ class AgentJob:
             master_addr=spec.master_addr or None,
             master_port=port,
             host_store=bool(handler.use_agent_store),
-            logs=self._log_spec(),
-            stop=StopPlan.within(settings.shutdown_timeout),
-            rendezvous=replace(rendezvous, exit_barrier_timeout=settings.exit_barrier_timeout),
+            logs=self._log_spec(spec),
+            stop=StopPlan.within(self._shutdown_timeout),
+            rendezvous=replace(rendezvous, exit_barrier_timeout=self._exit_barrier_timeout),
             numa_binding=numa_mode(spec.numa_options),
             virtual_local_rank=spec.virtual_local_rank,
             timers=timers_from(os.environ),
-            uninterruptible_timeout=settings.uninterruptible_timeout or None,
-            start_method=start_method_of(settings.start_method),
+            uninterruptible_timeout=self._uninterruptible_timeout or None,
+            start_method=start_method_of(self._start_method),
         )
 
-    def _log_spec(self) -> LogSpec:
-        specs = self._settings.logs_specs
+    def _log_spec(self, spec: WorkerSpec) -> LogSpec:
+        specs = self._logs_specs
         others: dict[str, Any] = {
-            "prefix": self._settings.prefix or None,
-            "duplicate_stdout_filters": self._worker_spec.duplicate_stdout_filters or (),
-            "duplicate_stderr_filters": self._worker_spec.duplicate_stderr_filters or (),
+            "prefix": self._prefix or None,
+            "duplicate_stdout_filters": spec.duplicate_stdout_filters or (),
+            "duplicate_stderr_filters": spec.duplicate_stderr_filters or (),
         }
         if type(specs) is DefaultLogsSpecs:
             return specs.log_spec(**others)
         of_all_workers = {
-            "ROLE_NAME": self._worker_spec.role,
-            "TORCHELASTIC_RUN_ID": self._handler.get_run_id(),
-            "TORCHELASTIC_MAX_RESTARTS": str(self._worker_spec.max_restarts),
+            "ROLE_NAME": spec.role,
+            "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+            "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
         }
         return TorchLogLayout(specs, of_all_workers, **others)
 
-    def run(self, listeners: Sequence[EventListener]) -> LaunchResult:
-        """Run the job to its end; return the result also of workers that failed.
-
-        On the main thread the signals of the settings stop the job.
-
-        Raises:
-            RendezvousError: the nodes did not come together, or the job has ended before.
-            SignalException: a signal ended the job; no process of it is left.
-            Exception: what the rendezvous handler raised.
-        """
+    def _run_job(
+        self, spec: LaunchSpec, signals: SignalSpec, listeners: list[EventListener]
+    ) -> LaunchResult:
+        """Return the result also of workers that failed."""
         try:
             with console_descriptors() as console:
-                result = self._run([_log_event, *self._event_handlers, *listeners], console)
+                result = self._supervise(spec, signals, listeners, console)
         except JobStopped as error:
             number = error.result.exit_code - 128
             text = f"Process got signal: {number} ({signal_name(number)})"
@@ -477,9 +425,9 @@ class AgentJob:
     def _make_bridge(
         self, spec: LaunchSpec, node: NodeInfo, run_id: str, agent: AgentPort
     ) -> Rendezvous:
-        worker_spec = self._worker_spec
+        worker_spec = self._worker_group.spec
         self._bridge = HandlerRendezvous(
-            self._handler,
+            worker_spec.rdzv_handler,
             spec,
             node,
             agent,
@@ -488,22 +436,45 @@ class AgentJob:
         )
         return self._bridge
 
-    def _run(self, listeners: Sequence[EventListener], console: tuple[int, int]) -> LaunchResult:
-        is_ours = isinstance(self._handler, DynamicRendezvousHandler)
+    def _supervise(
+        self,
+        spec: LaunchSpec,
+        signals: SignalSpec,
+        listeners: list[EventListener],
+        console: tuple[int, int],
+    ) -> LaunchResult:
+        is_ours = isinstance(self._worker_group.spec.rdzv_handler, DynamicRendezvousHandler)
         factory = None if is_ours else self._make_bridge
-        server = self._server
-        if server is not None:
-            listeners = [*listeners, server]
-        agent = make_agent(self.spec, console=console, listeners=listeners, rendezvous=factory)
+        if (server := _status_server()) is not None:
+            listeners.append(server)
+        agent = make_agent(spec, console=console, listeners=listeners, rendezvous=factory)
         if _is_loop_running():
             return _run_in_thread(agent, server)
         if threading.current_thread() is not threading.main_thread():
             log.warning("signals are handled on the main thread only")
             return run_coroutine(lambda: _served(server, _wait(agent)))
-        with receive_signals(self._signals) as received:
-            return run_coroutine(
-                lambda: _served(server, supervise_agent(agent, self._signals, received))
-            )
+        with receive_signals(signals) as received:
+            return run_coroutine(lambda: _served(server, supervise_agent(agent, signals, received)))
+
+
+SimpleElasticAgent.register(LocalElasticAgent)
+
+
+def _uninterruptible_timeout(given: float | None) -> float | None:
+    if given is not None:
+        return max(0.0, given)
+    try:
+        return uninterruptible_timeout_from(os.environ)
+    except UsageError as error:
+        raise ValueError(str(error)) from None
+
+
+def _run_result(result: LaunchResult) -> RunResult:
+    if result.state is JobState.SUCCEEDED:
+        return RunResult(WorkerState.SUCCEEDED, return_values=dict(result.return_values))
+    failures = {one.rank: ProcessFailure.from_failure(one) for one in reversed(result.failures)}
+    # Reversed twice: of two failures with one rank, the earlier counts.
+    return RunResult(WorkerState.FAILED, failures=dict(reversed(failures.items())))
 
 
 async def _served(
