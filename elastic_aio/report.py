@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Sequence
 
 from elastic_aio.outcome import Failure, LaunchResult, signal_name
 from elastic_aio.reasons import plain_lines, reason_of
@@ -46,26 +47,37 @@ def _failure(result: LaunchResult, name: str) -> str:
     # Numbered by rank, independently of the order of the causes.
     by_rank = sorted(result.failures, key=lambda failure: failure.rank)
     blocks = {id(failure): _block(index, failure) for index, failure in enumerate(by_rank)}
-    title = f"{name} FAILED"
-    other_blocks = "\n".join(blocks[id(failure)] for failure in others)
-    lines = [title, *(line for block in blocks.values() for line in block.split("\n"))]
-    width = min(_WIDTH_MAX, max(len(line) for line in lines))
-    parts = [
-        "",
-        "=" * width,
-        title,
-        "-" * width,
-        "Failures:",
-        other_blocks or "  <NO_OTHER_FAILURES>",
-        "-" * width,
-        "Root Cause (first observed failure):",
-        blocks[id(root)],
-        "=" * width,
-    ]
+    in_order = [blocks[id(failure)] for failure in (root, *others)]
+    parts = [report_of(f"{name} FAILED", in_order)]
     if result.log_dir:
         parts.append(f"Logs: {result.log_dir}")
     parts.append(f"Help: {_GUIDE}")
     return "\n".join(parts)
+
+
+def report_of(title: str, blocks: Sequence[str], *, border: str = "=", section: str = "-") -> str:
+    """Return a report in torchrun's layout; the first of the blocks is the root cause's."""
+    lines = [title, *(line for block in blocks for line in block.split("\n"))]
+    width = min(_WIDTH_MAX, max(map(len, lines)))
+    return "\n".join(
+        [
+            "",
+            border * width,
+            title,
+            section * width,
+            "Failures:",
+            "\n".join(blocks[1:]) or "  <NO_OTHER_FAILURES>",
+            section * width,
+            "Root Cause (first observed failure):",
+            blocks[0],
+            border * width,
+        ]
+    )
+
+
+def block_of(index: int, fields: Iterable[tuple[str, str]]) -> str:
+    """Return the block of a failure in such a report, from names and values."""
+    return f"[{index}]:\n" + "\n".join(f"  {key:<10}: {value}" for key, value in fields)
 
 
 def _block(index: int, failure: Failure) -> str:
@@ -89,7 +101,7 @@ def _block(index: int, failure: Failure) -> str:
         tail = "\n".join(f"    {line}" for line in failure.stderr_tail)
         place = failure.stderr_path or "its standard error, which no file has taken"
         fields.append(("stderr", f"last lines of {place}:\n{tail}"))
-    return f"[{index}]:\n" + "\n".join(f"  {key:<10}: {value}" for key, value in fields)
+    return block_of(index, fields)
 
 
 def _traceback(failure: Failure) -> str:

@@ -25,6 +25,7 @@ from typing import Any, TypeVar, cast
 
 from elastic_aio.errors import JobFailed
 from elastic_aio.outcome import Failure
+from elastic_aio.report import block_of, report_of
 from elastic_aio.worker.context import ERROR_FILE
 from elastic_aio.worker.errorfile import WRITER, render_error_file, write_error_file
 from elastic_aio.worker.recorder import worker_error
@@ -35,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 _NOT_AVAILABLE = "<N/A>"
 _HINT = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
-_WIDTH_MAX = 60
 
 Wrapped = TypeVar("Wrapped", bound=Callable[..., Any])
 
@@ -161,30 +161,14 @@ class ChildFailedError(Exception):
     def format_msg(self, boarder_delim: str = "=", section_delim: str = "-") -> str:
         """Return the report; the arguments make its first and last line, and those between."""
         root, _ = self.get_first_failure()
-        title = f"{self.name} FAILED"
         local = socket.getfqdn()
         blocks = {
             rank: _block(index, rank, failure, failure.host or local)
             for index, (rank, failure) in enumerate(self.failures.items())
         }
-        lines = [line for block in blocks.values() for line in block.split("\n")]
-        width = min(_WIDTH_MAX, max(len(line) for line in [title, *lines]))
-        others = "\n".join(block for rank, block in blocks.items() if rank != root)
-        section = section_delim * width
-        return "\n".join(
-            [
-                "",
-                boarder_delim * width,
-                title,
-                section,
-                "Failures:",
-                others or "  <NO_OTHER_FAILURES>",
-                section,
-                "Root Cause (first observed failure):",
-                blocks[root],
-                boarder_delim * width,
-            ]
-        )
+        in_order = [blocks.pop(root), *blocks.values()]
+        title = f"{self.name} FAILED"
+        return report_of(title, in_order, border=boarder_delim, section=section_delim)
 
 
 def _block(index: int, rank: int, failure: ProcessFailure, host: str) -> str:
@@ -198,7 +182,7 @@ def _block(index: int, rank: int, failure: ProcessFailure, host: str) -> str:
         "error_file": failure.error_file,
         "traceback": _traceback(failure.message),
     }
-    return f"[{index}]:\n" + "\n".join(f"  {key:<10}: {value}" for key, value in fields.items())
+    return block_of(index, fields.items())
 
 
 def _traceback(message: Any) -> str:
