@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from elastic_aio.cli.local_jobs import JobError, run_command
+from elastic_aio.cli.local_jobs import JobError, command
 from elastic_aio.cli.parser import OptionParser
 from elastic_aio.spec.checks import invalid_value
 from elastic_aio.text import did_you_mean, error_reason
@@ -20,15 +20,12 @@ from elastic_aio.text import did_you_mean, error_reason
 _BACKGROUND = ("guarantees", "architecture")
 
 
+@command("help")
 def main_help(argv: Sequence[str]) -> int:
     """Run `aio-elastic help` with these arguments; return the exit code.
 
     0: the text was printed.  1: the pages are not installed.  2: there is no such topic.
     """
-    return run_command("help", _help, argv)
-
-
-def _help(argv: Sequence[str]) -> int:
     from elastic_aio.cli import COMMANDS, USAGE, main
 
     parser = OptionParser(

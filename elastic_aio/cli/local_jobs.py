@@ -74,33 +74,32 @@ class JobError(Exception):
     """A job did not do what it was asked; the message is one line."""
 
 
-def run_command(name: str, run: Command, argv: Sequence[str]) -> int:
-    """Run a sub-command; return its exit code, or that of its error.
+def command(name: str) -> Callable[[Command], Command]:
+    """Make a sub-command of a function: its errors are printed, and have an exit code.
 
     1: the job does not answer, or has refused.  2: the arguments are invalid, or there is no
     such job.  130: Ctrl-C.
     """
-    try:
-        return run(argv)
-    except UsageError as error:
-        return print_error(name, str(error), 2)
-    except (JobError, ControlError) as error:
-        return print_error(name, str(error), 1)
-    except BrokenPipeError:
-        # The reader of the pipe has exited.  The flush at interpreter exit would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    except OSError as error:
-        return print_error(name, f"the agent does not answer: {error_reason(error)}", 1)
-
-
-def command(name: str) -> Callable[[Command], Command]:
-    """Make a sub-command of a function: what it raises is printed, as by `run_command`."""
 
     def decorate(run: Command) -> Command:
-        return functools.wraps(run)(lambda argv: run_command(name, run, argv))
+        @functools.wraps(run)
+        def main(argv: Sequence[str]) -> int:
+            try:
+                return run(argv)
+            except UsageError as error:
+                return print_error(name, str(error), 2)
+            except (JobError, ControlError) as error:
+                return print_error(name, str(error), 1)
+            except BrokenPipeError:
+                # The reader of the pipe has exited.  The flush at exit would fail again.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                return 128 + signal.SIGPIPE
+            except KeyboardInterrupt:
+                return 128 + signal.SIGINT
+            except OSError as error:
+                return print_error(name, f"the agent does not answer: {error_reason(error)}", 1)
+
+        return main
 
     return decorate
 

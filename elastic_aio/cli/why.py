@@ -13,7 +13,7 @@ from typing import Final
 from msgspec import Struct
 
 from elastic_aio import events, node_events
-from elastic_aio.cli.local_jobs import EXIT_CODES, JobError, choose_job, job_parser, run_command
+from elastic_aio.cli.local_jobs import EXIT_CODES, JobError, choose_job, command, job_parser
 from elastic_aio.cli.status_text import head_lines, local_time
 from elastic_aio.control.client import ControlClient
 from elastic_aio.control.protocol import ErrorReply, EventReply, GetEvents
@@ -116,12 +116,9 @@ def format_steps(steps: Sequence[Step]) -> list[str]:
     return lines
 
 
+@command("why")
 def main_why(argv: Sequence[str]) -> int:
     """Run `aio-elastic why` with these arguments; return the exit code."""
-    return run_command("why", _why, argv)
-
-
-def _why(argv: Sequence[str]) -> int:
     parser = job_parser(
         "why",
         "Print the decisions that led to the present state of a job, each with its rule and its"
