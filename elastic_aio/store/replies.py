@@ -65,7 +65,6 @@ KIND_OF: Final = {op: kind for kind, ops in _OPCODES_OF_KIND for op in ops}
 
 READY: Final = 0
 NOT_READY: Final = 1
-STOP_WAITING: Final = 0
 WAIT_CANCELED: Final = 1
 
 _HEAD: Final = struct.Struct("<IBI")

@@ -459,9 +459,6 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         self._user = cast("TlsUser", protocol)
 
-    def get_protocol(self) -> asyncio.BaseProtocol:
-        return cast("asyncio.BaseProtocol", self._user)
-
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         """Return the information of the connection, or the `ssl_object`."""
         return self._tls if name == "ssl_object" else self._raw.get_extra_info(name, default)
