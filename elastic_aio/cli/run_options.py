@@ -33,15 +33,7 @@ from elastic_aio.spec.checks import (
     parse_seconds,
     signal_number,
 )
-from elastic_aio.spec.fields import (
-    Option,
-    SpecValue,
-    all_fields,
-    field,
-    own_option,
-    spec_fields,
-    torchrun_option,
-)
+from elastic_aio.spec.fields import Option, SpecValue, all_fields, field, make_option, spec_fields
 from elastic_aio.spec.job import Command, Function, LaunchSpec, Module, Script
 from elastic_aio.spec.liveness import LivenessSpec
 from elastic_aio.spec.logs import ENTRY_POINTS, LogSpec, StdMap
@@ -70,49 +62,39 @@ class RunRequest(SpecValue, prefix=""):
     """The PET_* variables of this job, by the options that they set."""
     event_log_handler: str = field(
         default="null",
-        option=torchrun_option(
-            "--event-log-handler NAME",
-            "receiver of the events in torch's format: 'console' (lines of JSON on stderr), 'null'"
-            " or a plug-in (default 'null')",
-        ),
+        option="--event-log-handler NAME",
+        help="receiver of the events in torch's format: 'console' (lines of JSON on stderr), 'null'"
+        " or a plug-in (default 'null')",
     )
     events_file: str | None = field(
         default=None,
-        option=own_option(
-            "--events FILE", "append every event to FILE as a line of JSON (default: none)"
-        ),
+        own_option="--events FILE",
+        help="append every event to FILE as a line of JSON (default: none)",
     )
     http: str | None = field(
         default=None,
         check=_address,
-        option=own_option(
-            "--http HOST:PORT",
-            "serve a page, /healthz, /readyz, /metrics, /status, /events and logs over HTTP,"
-            " without a password; port 0 takes a free one; needs the extra http (default: none)",
-        ),
+        own_option="--http HOST:PORT",
+        help="serve a page, /healthz, /readyz, /metrics, /status, /events and logs over HTTP,"
+        " without a password; port 0 takes a free one; needs the extra http (default: none)",
     )
     has_control: bool = field(
         default=True,
-        option=own_option(
-            "--no-control",
-            "make no control socket: `aio-elastic ps`, `status`, `stop` and others do not see the"
-            " job",
-        ),
+        own_option="--no-control",
+        help="make no control socket: `aio-elastic ps`, `status`, `stop` and others do not see the"
+        " job",
     )
     """Whether other processes of this user can see and control the job."""
     is_dry_run: bool = field(
         default=False,
-        option=own_option(
-            "--dry-run", "print what would be started on this node, and start nothing"
-        ),
+        own_option="--dry-run",
+        help="print what would be started on this node, and start nothing",
     )
     loop: str = field(
         default="auto",
-        option=own_option(
-            "--loop NAME",
-            "event loop of the launcher: 'asyncio', 'uvloop' or 'auto' (default 'auto', which takes"
-            " asyncio)",
-        ),
+        own_option="--loop NAME",
+        help="event loop of the launcher: 'asyncio', 'uvloop' or 'auto' (default 'auto', which"
+        " takes asyncio)",
     )
     color: str = field(default="never", check=OneOf(("auto", "always", "never")), label="--color")
     """Colors of the launcher's own lines: "auto", "always" or "never"."""
@@ -120,11 +102,11 @@ class RunRequest(SpecValue, prefix=""):
     """Least level of the lines that are printed; None is that of LOGLEVEL."""
 
 
-_STANDALONE: Final = torchrun_option(
+_STANDALONE: Final = make_option(
     "--standalone",
     "run on a single node without rendezvous (default); excludes --nnodes with a minimum above 1",
 )
-_RDZV_CONF: Final = torchrun_option(
+_RDZV_CONF: Final = make_option(
     "--rdzv-conf KEY=VALUE,...", "settings of the rendezvous, listed below (default: none)"
 )
 
@@ -138,30 +120,31 @@ RUN_OPTIONS: Final = (
     *options_of(RunRequest),
     _STANDALONE,
     _RDZV_CONF,
-    torchrun_option("--monitor-interval SECONDS", "no effect: workers are not polled"),
-    torchrun_option(
-        "--module", "run a module, as `python -m` does (default: a script)", short="-m"
-    ),
-    torchrun_option("--no-python", "execute the program itself instead of a Python script"),
-    torchrun_option(
+    make_option("--monitor-interval SECONDS", "no effect: workers are not polled"),
+    make_option("--module", "run a module, as `python -m` does (default: a script)", short="-m"),
+    make_option("--no-python", "execute the program itself instead of a Python script"),
+    make_option(
         "--run-path", "run the script inside a function worker, with this launcher's Python"
     ),
-    torchrun_option(
+    make_option(
         "--logs-specs NAME",
         "name of the plug-in that lays out the logs (default 'default')",
         has_variable=False,
     ),
-    own_option(
+    make_option(
         "--torchrun-defaults",
         "torchrun's defaults where others differ: no delay of restarts, an exit barrier of 300 s"
         " (on for aio-torchrun)",
+        is_own=True,
         has_variable=True,
     ),
-    own_option("--quiet", "print errors and the failure report only"),
-    own_option("--verbose", "also print each worker's start and exit, rounds and nodes"),
+    make_option("--quiet", "print errors and the failure report only", is_own=True),
+    make_option(
+        "--verbose", "also print each worker's start and exit, rounds and nodes", is_own=True
+    ),
 )
 
-USE_ENV: Final = torchrun_option(
+USE_ENV: Final = make_option(
     "--use-env",
     "pass the local rank as LOCAL_RANK only, not as the argument --local-rank",
     has_variable=False,

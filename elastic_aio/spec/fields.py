@@ -4,7 +4,7 @@
 
     class StopPlan(SpecValue, prefix="stop."):
         linger: float = field(
-            default=0.0, check=Seconds(at_least=0), option=own_option("--linger SECONDS", "...")
+            default=0.0, check=Seconds(at_least=0), option="--linger SECONDS", help="..."
         )
 
 The constructor, the options of `aio-elastic run` with their help, the keys of `--rdzv-conf`, the
@@ -68,17 +68,21 @@ class Option(Struct, frozen=True):
         return variable_of(self.name)
 
 
-def torchrun_option(
-    usage: str, help: str, *, short: str = "", has_variable: bool = True, is_own: bool = False
+def make_option(
+    usage: str,
+    help: str,
+    *,
+    short: str = "",
+    is_own: bool = False,
+    has_variable: bool | None = None,
 ) -> Option:
-    """Return an option that torchrun has, or may have: `--tee STREAMS`, `--no-python`."""
+    """Return an option that is used as in `--tee STREAMS`, or `--quiet`.
+
+    `has_variable` is by default whether torchrun has the option too.
+    """
     name, _, metavar = usage.removeprefix("--").partition(" ")
-    return Option(name, help, metavar, short, has_variable, is_own)
-
-
-def own_option(usage: str, help: str, *, has_variable: bool = False) -> Option:
-    """Return an option that torchrun lacks; few of them have a variable."""
-    return torchrun_option(usage, help, has_variable=has_variable, is_own=True)
+    variable = not is_own if has_variable is None else has_variable
+    return Option(name, help, metavar, short, variable, is_own)
 
 
 class ConfKey(Struct):
@@ -115,20 +119,32 @@ def field(
     *,
     default: Any = REQUIRED,
     check: Callable[[str, Any], Any] | None = None,
-    option: Option | ConfKey | None = None,
+    option: str = "",
+    help: str = "",
+    short: str = "",
+    own_option: str = "",
+    has_variable: bool | None = None,
+    key: ConfKey | None = None,
     label: str = "",
     kw_only: bool = True,
     hidden: bool = False,
     alike: bool = False,
 ) -> Any:
-    """Describe a field; the arguments are those of `Field`.
+    """Describe a field; the arguments are those of `Field`, and those of its option, if any.
+
+    `own_option` is one that torchrun lacks; see `make_option`.
 
     The check of a switch and that of a part, a value of a spec, follow from the default.  A
     default is not checked; if it is None, so is accepted as an argument.
     """
     if check is None and isinstance(default, (bool, SpecValue)):
         check = checked_bool if isinstance(default, bool) else Part(type(default))
-    return Field(default, check, option, label, not kw_only, hidden, alike)
+    made: Option | ConfKey | None = key
+    if usage := option or own_option:
+        made = make_option(
+            usage, help, short=short, is_own=bool(own_option), has_variable=has_variable
+        )
+    return Field(default, check, made, label, not kw_only, hidden, alike)
 
 
 class Converted(Generic[Kept, Accepted]):

@@ -29,7 +29,7 @@ from elastic_aio.spec.checks import (
     checked_texts,
     is_integer,
 )
-from elastic_aio.spec.fields import Converted, SpecValue, field, own_option, torchrun_option
+from elastic_aio.spec.fields import Converted, SpecValue, field
 from elastic_aio.spec.liveness import LivenessSpec
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.spec.rendezvous import STATIC_PORT, RendezvousSpec
@@ -225,12 +225,10 @@ class LaunchSpec(SpecValue, prefix=""):
     nproc_per_node: int | str = field(
         default=1,
         check=_nproc,
-        option=torchrun_option(
-            "--nproc-per-node N",
-            "workers per node: a number, 'cpu' (one per usable CPU), 'gpu' or 'xpu' (one per"
-            " visible device), the name of a private-use backend such as 'npu', or 'auto'"
-            " (devices if there are any, else CPUs) (default 1)",
-        ),
+        option="--nproc-per-node N",
+        help="workers per node: a number, 'cpu' (one per usable CPU), 'gpu' or 'xpu' (one per"
+        " visible device), the name of a private-use backend such as 'npu', or 'auto'"
+        " (devices if there are any, else CPUs) (default 1)",
     )
     """Workers per node; "cpu", "gpu", "xpu" and "auto" count what the host has.
 
@@ -240,17 +238,16 @@ class LaunchSpec(SpecValue, prefix=""):
     nnodes: Converted[NodeRange, int | str | tuple[int, int] | NodeRange] = field(
         default=NodeRange(),
         check=_nodes,
-        option=torchrun_option("--nnodes N", "nodes of the job: N or MIN:MAX (default 1)"),
+        option="--nnodes N",
+        help="nodes of the job: N or MIN:MAX (default 1)",
     )
     """Nodes of the job: N, "MIN:MAX" or a pair."""
     max_restarts: Converted[int, int | Literal["unlimited"]] = field(
         default=0,
         check=_max_restarts,
         alike=True,
-        option=torchrun_option(
-            "--max-restarts N",
-            "restarts of the group after failures: a number, or 'unlimited' (default 0)",
-        ),
+        option="--max-restarts N",
+        help="restarts of the group after failures: a number, or 'unlimited' (default 0)",
     )
     """How many failed attempts may be followed by another one; "unlimited" for any number."""
     env: Converted[Mapping[str, str], Mapping[str, str] | None] = field(
@@ -265,7 +262,8 @@ class LaunchSpec(SpecValue, prefix=""):
     role: str = field(
         default="default",
         check=checked_text,
-        option=torchrun_option("--role NAME", "name of the workers' role (default 'default')"),
+        option="--role NAME",
+        help="name of the workers' role (default 'default')",
     )
     """Name of these workers, for line prefixes and `ROLE_NAME`."""
     logs: Converted[LogSpec, LogSpec | None] = field(default=LogSpec())
@@ -283,11 +281,9 @@ class LaunchSpec(SpecValue, prefix=""):
     run_id: str | None = field(
         default=None,
         check=checked_name,
-        option=torchrun_option(
-            "--rdzv-id ID",
-            "id of the run, the same on all nodes (default: a random id for one node, 'none' for"
-            " several)",
-        ),
+        option="--rdzv-id ID",
+        help="id of the run, the same on all nodes (default: a random id for one node, 'none' for"
+        " several)",
     )
     """Name of the run, the same on all nodes.
 
@@ -296,11 +292,9 @@ class LaunchSpec(SpecValue, prefix=""):
     master_addr: str | None = field(
         default=None,
         check=checked_host,
-        option=torchrun_option(
-            "--master-addr ADDR",
-            "host of the node with rank 0, for 'static'; with one node and --master-port,"
-            " MASTER_ADDR of the workers (default 127.0.0.1)",
-        ),
+        option="--master-addr ADDR",
+        help="host of the node with rank 0, for 'static'; with one node and --master-port,"
+        " MASTER_ADDR of the workers (default 127.0.0.1)",
     )
     """Host of MASTER_ADDR; None is 127.0.0.1 for one node.
 
@@ -309,11 +303,9 @@ class LaunchSpec(SpecValue, prefix=""):
     master_port: int | None = field(
         default=None,
         check=checked_port,
-        option=torchrun_option(
-            "--master-port PORT",
-            "TCP port of the workers' store (default: a free port per attempt); with 'static' the"
-            f" port of the rendezvous store (default {STATIC_PORT})",
-        ),
+        option="--master-port PORT",
+        help="TCP port of the workers' store (default: a free port per attempt); with 'static' the"
+        f" port of the rendezvous store (default {STATIC_PORT})",
     )
     """TCP port of MASTER_PORT; None takes a free one for each attempt."""
     host_store: bool = field(default=True)
@@ -324,11 +316,9 @@ class LaunchSpec(SpecValue, prefix=""):
     stdin: Literal["null", "rank0"] = field(
         default="null",
         check=OneOf(("null", "rank0")),
-        option=own_option(
-            "--stdin SOURCE",
-            "stdin of local rank 0: 'null' or 'rank0' (inherit); other workers have 'null'"
-            " (default 'null')",
-        ),
+        own_option="--stdin SOURCE",
+        help="stdin of local rank 0: 'null' or 'rank0' (inherit); other workers have 'null'"
+        " (default 'null')",
     )
     """Standard input of the workers: "null", or "rank0": local rank 0 inherits the launcher's."""
     python: Converted[str | None, str | PathLike[str] | None] = field(
@@ -338,11 +328,9 @@ class LaunchSpec(SpecValue, prefix=""):
     start_method: StartMethod = field(
         default="spawn",
         check=OneOf(("spawn", "fork", "forkserver")),
-        option=torchrun_option(
-            "--start-method NAME",
-            "start of Python workers: 'spawn', 'fork' (only with --run-path) or 'forkserver'"
-            " (default 'spawn', with --preload 'forkserver')",
-        ),
+        option="--start-method NAME",
+        help="start of Python workers: 'spawn', 'fork' (only with --run-path) or 'forkserver'"
+        " (default 'spawn', with --preload 'forkserver')",
     )
     """How Python workers start.
 
@@ -352,22 +340,18 @@ class LaunchSpec(SpecValue, prefix=""):
     preload: Converted[tuple[str, ...], Iterable[str]] = field(
         default=(),
         check=_preload,
-        option=own_option(
-            "--preload MODULES",
-            "modules that the fork server imports once for the workers of all attempts, as in"
-            " 'torch,numpy' (default: none)",
-        ),
+        own_option="--preload MODULES",
+        help="modules that the fork server imports once for the workers of all attempts, as in"
+        " 'torch,numpy' (default: none)",
     )
     """Modules that the server of "forkserver" imports."""
     numa_binding: NumaMode | None = field(
         default=None,
         check=OneOf(("node", "socket", "exclusive", "core-complex", "cpu")),
-        option=torchrun_option(
-            "--numa-binding MODE",
-            "bind workers to CPUs near their devices: 'node', 'socket', 'exclusive' or"
-            " 'core-complex'; or 'cpu' divides the CPUs among the workers (default: not bound)",
-            has_variable=False,
-        ),
+        option="--numa-binding MODE",
+        help="bind workers to CPUs near their devices: 'node', 'socket', 'exclusive' or"
+        " 'core-complex'; or 'cpu' divides the CPUs among the workers (default: not bound)",
+        has_variable=False,
     )
     """How workers are bound to CPUs; None does not bind them.
 
@@ -376,10 +360,8 @@ class LaunchSpec(SpecValue, prefix=""):
     """
     virtual_local_rank: bool = field(
         default=False,
-        option=torchrun_option(
-            "--virtual-local-rank",
-            "each worker has LOCAL_RANK 0 and sees its own device only (default: all devices)",
-        ),
+        option="--virtual-local-rank",
+        help="each worker has LOCAL_RANK 0 and sees its own device only (default: all devices)",
     )
     """Whether each worker has LOCAL_RANK 0 and sees its own device only."""
     timers: Converted[bool | str, bool | str | PathLike[str]] = field(default=False, check=_timers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from elastic_aio.spec.checks import OneOf, Seconds
-from elastic_aio.spec.fields import SpecValue, field, own_option
+from elastic_aio.spec.fields import SpecValue, field
 
 UNFINISHED_S = 60.0
 """Seconds after the first success of a job, after which the workers that run are reported."""
@@ -22,41 +22,33 @@ class LivenessSpec(SpecValue, prefix="liveness."):
     heartbeat_timeout: float | None = field(
         default=None,
         check=Seconds(above=0),
-        option=own_option(
-            "--heartbeat-timeout SECONDS",
-            "fail the attempt when a worker has sent no message for so long (see"
-            " ELASTIC_AIO_NOTIFY_FD in the guide of hangs) (default: no limit)",
-        ),
+        own_option="--heartbeat-timeout SECONDS",
+        help="fail the attempt when a worker has sent no message for so long (see"
+        " ELASTIC_AIO_NOTIFY_FD in the guide of hangs) (default: no limit)",
     )
     """The longest time without any message of a worker."""
     ready_timeout: float | None = field(
         default=None,
         check=Seconds(above=0),
-        option=own_option(
-            "--ready-timeout SECONDS",
-            "fail the attempt when a worker has not sent READY=1 so long after its start (default:"
-            " no limit)",
-        ),
+        own_option="--ready-timeout SECONDS",
+        help="fail the attempt when a worker has not sent READY=1 so long after its start (default:"
+        " no limit)",
     )
     """The longest time from the start of a worker to its `READY=1`."""
     progress_timeout: float | None = field(
         default=None,
         check=Seconds(above=0),
-        option=own_option(
-            "--progress-timeout SECONDS",
-            "fail the attempt when a worker has sent the same PROGRESS, or none, for so long"
-            " (default: no limit)",
-        ),
+        own_option="--progress-timeout SECONDS",
+        help="fail the attempt when a worker has sent the same PROGRESS, or none, for so long"
+        " (default: no limit)",
     )
     """The longest time in which the step of a worker (`PROGRESS=step`) may stay the same."""
     exit_skew_timeout: float | None = field(
         default=None,
         check=Seconds(above=0),
-        option=own_option(
-            "--exit-skew-timeout SECONDS",
-            "fail the attempt when a worker still runs so long after the first of its node, or all"
-            " of another node, have exited with 0 (default: no limit)",
-        ),
+        own_option="--exit-skew-timeout SECONDS",
+        help="fail the attempt when a worker still runs so long after the first of its node, or all"
+        " of another node, have exited with 0 (default: no limit)",
     )
     """The longest time from the first success of a worker of the node to the end of the others.
 
@@ -65,19 +57,15 @@ class LivenessSpec(SpecValue, prefix="liveness."):
     on_timeout: Literal["fail", "report"] = field(
         default="fail",
         check=OneOf(("fail", "report")),
-        option=own_option(
-            "--on-timeout ACTION",
-            "after such a time: 'fail' (the attempt) or 'report' (and go on) (default 'fail')",
-        ),
+        own_option="--on-timeout ACTION",
+        help="after such a time: 'fail' (the attempt) or 'report' (and go on) (default 'fail')",
     )
     """After a missed deadline: "fail" fails the attempt, "report" only reports it."""
     idle_report: float | None = field(
         default=None,
         check=Seconds(above=0),
-        option=own_option(
-            "--idle-report SECONDS",
-            "report once that no worker has used CPU time or written for so long (default: never)",
-        ),
+        own_option="--idle-report SECONDS",
+        help="report once that no worker has used CPU time or written for so long (default: never)",
     )
     """Report, once, that no worker of the node has used CPU time or written for this long.
 

@@ -30,15 +30,7 @@ from elastic_aio.spec.checks import (
     checked_text,
     is_integer,
 )
-from elastic_aio.spec.fields import (
-    Converted,
-    Option,
-    SpecValue,
-    field,
-    own_option,
-    spec_fields,
-    torchrun_option,
-)
+from elastic_aio.spec.fields import Converted, SpecValue, field, spec_fields
 from elastic_aio.value import Value
 
 ENTRY_POINTS: Final = "elastic_aio.logs_specs"
@@ -171,12 +163,10 @@ def _max_bytes(name: str, value: object) -> int:
     return value
 
 
-def _filters_option(stream: str) -> Option:
-    return torchrun_option(
-        f"--duplicate-{stream}-filters TEXTS",
-        f"texts, separated by commas (',,' is a comma): tee'd lines of {stream} that hold one"
-        f" of them are also written to filtered_{stream}.log (default: none)",
-    )
+_FILTERS_HELP: Final = (
+    "texts, separated by commas (',,' is a comma): tee'd lines of {0} that hold one of them are"
+    " also written to filtered_{0}.log (default: none)"
+)
 
 
 class LogSpec(SpecValue, prefix="logs."):
@@ -189,11 +179,9 @@ class LogSpec(SpecValue, prefix="logs."):
     log_dir: Converted[str | None, str | PathLike[str] | None] = field(
         default=None,
         check=checked_path,
-        option=torchrun_option(
-            "--log-dir DIR",
-            "directory for logs; '/dev/null' keeps none (default: a temporary directory when"
-            " needed)",
-        ),
+        option="--log-dir DIR",
+        help="directory for logs; '/dev/null' keeps none (default: a temporary directory when"
+        " needed)",
     )
     """Directory for the logs of all runs.
 
@@ -203,42 +191,34 @@ class LogSpec(SpecValue, prefix="logs."):
     redirects: Converted[StdMap, StdMap | Mapping[int, int] | int | str] = field(
         default=StdMap(),
         check=_map,
-        option=torchrun_option(
-            "--redirects STREAMS",
-            "streams written to log files: 0 none, 1 stdout, 2 stderr, 3 both; or per local rank"
-            " as in '0-3:3,10:1' (default 0)",
-            short="-r",
-        ),
+        option="--redirects STREAMS",
+        help="streams written to log files: 0 none, 1 stdout, 2 stderr, 3 both; or per local rank"
+        " as in '0-3:3,10:1' (default 0)",
+        short="-r",
     )
     """Streams that go to files only."""
     tee: Converted[StdMap, StdMap | Mapping[int, int] | int | str] = field(
         default=StdMap(),
         check=_map,
-        option=torchrun_option(
-            "--tee STREAMS",
-            "streams written to log files and to the console; values as for --redirects"
-            " (default 0)",
-            short="-t",
-        ),
+        option="--tee STREAMS",
+        help="streams written to log files and to the console; values as for --redirects"
+        " (default 0)",
+        short="-t",
     )
     """Streams that go to files and, with a prefix, to the console."""
     local_ranks_filter: Converted[frozenset[int], Iterable[int]] = field(
         default=frozenset(),
         check=_ranks,
-        option=torchrun_option(
-            "--local-ranks-filter RANKS",
-            "local ranks whose output reaches the console, as in '0,2' (default: all); without"
-            " --tee or --redirects, the output of the others is dropped",
-        ),
+        option="--local-ranks-filter RANKS",
+        help="local ranks whose output reaches the console, as in '0,2' (default: all); without"
+        " --tee or --redirects, the output of the others is dropped",
     )
     """Local ranks shown on the console; empty shows all."""
     prefix: str | None = field(
         default=None,
         check=_prefix,
-        option=own_option(
-            "--log-prefix TEMPLATE",
-            "template of the prefix of tee'd lines (default '[${role}${local_rank}]:')",
-        ),
+        own_option="--log-prefix TEMPLATE",
+        help="template of the prefix of tee'd lines (default '[${role}${local_rank}]:')",
     )
     """Template of the line prefix; None is torchrun's `[${role}${local_rank}]:`.
 
@@ -246,7 +226,10 @@ class LogSpec(SpecValue, prefix="logs."):
     `${stream}` and `${timestamp}` are replaced.
     """
     duplicate_stdout_filters: Converted[tuple[str, ...], Iterable[str]] = field(
-        default=(), check=_filters, option=_filters_option("stdout")
+        default=(),
+        check=_filters,
+        option="--duplicate-stdout-filters TEXTS",
+        help=_FILTERS_HELP.format("stdout"),
     )
     """Texts that select lines of stdout for a further file, `filtered_stdout.log`.
 
@@ -254,17 +237,18 @@ class LogSpec(SpecValue, prefix="logs."):
     one of the texts; there is one on each node for each attempt.
     """
     duplicate_stderr_filters: Converted[tuple[str, ...], Iterable[str]] = field(
-        default=(), check=_filters, option=_filters_option("stderr")
+        default=(),
+        check=_filters,
+        option="--duplicate-stderr-filters TEXTS",
+        help=_FILTERS_HELP.format("stderr"),
     )
     """As `duplicate_stdout_filters`, for `filtered_stderr.log`."""
     on_full: Literal["fail", "console"] = field(
         default="fail",
         check=OneOf(("fail", "console")),
-        option=own_option(
-            "--on-full ACTION",
-            "when the disk of the log files is full: 'fail' (the worker's write fails) or"
-            " 'console' (the console shows what the files do not take) (default 'fail')",
-        ),
+        own_option="--on-full ACTION",
+        help="when the disk of the log files is full: 'fail' (the worker's write fails) or"
+        " 'console' (the console shows what the files do not take) (default 'fail')",
     )
     """What happens when the disk of the log files is full.
 
@@ -274,20 +258,16 @@ class LogSpec(SpecValue, prefix="logs."):
     color: Literal["auto", "always", "never"] = field(
         default="never",
         check=OneOf(("auto", "always", "never")),
-        option=own_option(
-            "--color WHEN",
-            "colors by rank in the prefixes of tee'd lines, and in the launcher's own lines:"
-            " 'always', 'never' or 'auto' (on a terminal, unless NO_COLOR is set) (default 'auto')",
-        ),
+        own_option="--color WHEN",
+        help="colors by rank in the prefixes of tee'd lines, and in the launcher's own lines:"
+        " 'always', 'never' or 'auto' (on a terminal, unless NO_COLOR is set) (default 'auto')",
     )
     """Whether prefixes have the color of their rank; "auto": where the console is a terminal."""
     capture: bool = field(
         default=True,
-        option=own_option(
-            "--no-capture",
-            "leave the workers' standard error alone where it is no terminal: it does not pass"
-            " through the launcher, whose report of a failure then has none of its lines",
-        ),
+        own_option="--no-capture",
+        help="leave the workers' standard error alone where it is no terminal: it does not pass"
+        " through the launcher, whose report of a failure then has none of its lines",
     )
     """Whether stderr that would go to a pipe or a file is captured, to say why a worker failed.
 
@@ -297,11 +277,9 @@ class LogSpec(SpecValue, prefix="logs."):
     max_bytes: int | None = field(
         default=None,
         check=_max_bytes,
-        option=own_option(
-            "--log-max-bytes SIZE",
-            "disk space of each log file, as in '100M': the beginning of a longer one is freed"
-            " (default: no limit)",
-        ),
+        own_option="--log-max-bytes SIZE",
+        help="disk space of each log file, as in '100M': the beginning of a longer one is freed"
+        " (default: no limit)",
     )
     """Disk space that each log file may take: the beginning of a longer one is freed.
 
@@ -310,20 +288,16 @@ class LogSpec(SpecValue, prefix="logs."):
     keep_attempts: int | None = field(
         default=None,
         check=Whole(at_least=1),
-        option=own_option(
-            "--log-keep-attempts N",
-            "attempts whose log directories are kept, the latest (default: all)",
-        ),
+        own_option="--log-keep-attempts N",
+        help="attempts whose log directories are kept, the latest (default: all)",
     )
     """How many attempts' directories are kept, the latest; None keeps all."""
     keep_runs: int | None = field(
         default=None,
         check=Whole(at_least=1),
-        option=own_option(
-            "--log-keep-runs N",
-            "runs whose directories are kept in --log-dir, the latest that had this option"
-            " (default: all)",
-        ),
+        own_option="--log-keep-runs N",
+        help="runs whose directories are kept in --log-dir, the latest that had this option"
+        " (default: all)",
     )
     """How many runs' directories are kept in `log_dir`, the latest, among those that were made
     with this setting; None keeps all.  Those of running jobs are always kept."""

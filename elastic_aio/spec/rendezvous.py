@@ -20,7 +20,7 @@ from elastic_aio.spec.checks import (
     format_host_port,
     parse_host_port,
 )
-from elastic_aio.spec.fields import ConfKey, SpecValue, field, own_option, torchrun_option
+from elastic_aio.spec.fields import ConfKey, SpecValue, field
 from elastic_aio.spec.tls import TlsSpec, checked_tls
 from elastic_aio.value import Value
 
@@ -135,11 +135,9 @@ class RendezvousSpec(SpecValue, prefix="rendezvous."):
     backend: str = field(
         default="c10d",
         check=_backend,
-        option=torchrun_option(
-            "--rdzv-backend NAME",
-            "rendezvous of several nodes: 'c10d', 'static', 'etcd', 'redis' or a plug-in (default"
-            " 'static' as in torchrun; 'c10d' in Python)",
-        ),
+        option="--rdzv-backend NAME",
+        help="rendezvous of several nodes: 'c10d', 'static', 'etcd', 'redis' or a plug-in (default"
+        " 'static' as in torchrun; 'c10d' in Python)",
     )
     """How nodes get their ranks; the default is "c10d" here, "static" on the command line.
 
@@ -152,12 +150,10 @@ class RendezvousSpec(SpecValue, prefix="rendezvous."):
     endpoint: str = field(
         default=f"localhost:{DEFAULT_PORT}",
         check=checked_text,
-        option=torchrun_option(
-            "--rdzv-endpoint HOST:PORT",
-            f"endpoint of the rendezvous store (default localhost:{DEFAULT_PORT}; with 'static'"
-            f" MASTER_ADDR:MASTER_PORT; {_AT_ENGINES}); several, separated by commas, are tried in"
-            " order",
-        ),
+        option="--rdzv-endpoint HOST:PORT",
+        help=f"endpoint of the rendezvous store (default localhost:{DEFAULT_PORT}; with 'static'"
+        f" MASTER_ADDR:MASTER_PORT; {_AT_ENGINES}); several, separated by commas, are tried in"
+        " order",
     )
     """Where the store is: `HOST:PORT`, `[IPV6]:PORT` or `HOST`.
 
@@ -165,7 +161,7 @@ class RendezvousSpec(SpecValue, prefix="rendezvous."):
     its sentinels.  Several endpoints, separated by commas, are tried in their order, at the
     start and when the store is lost; those of etcd in any order.
     """
-    is_host: bool | None = field(default=None, check=checked_bool, option=ConfKey("detected"))
+    is_host: bool | None = field(default=None, check=checked_bool, key=ConfKey("detected"))
     """Whether this node serves the store.
 
     None serves it if this node can listen at the endpoint, False never does, True does even
@@ -174,45 +170,41 @@ class RendezvousSpec(SpecValue, prefix="rendezvous."):
     node_rank: int | None = field(
         default=None,
         check=Whole(at_least=0),
-        option=torchrun_option(
-            "--node-rank N",
-            "group rank of this node: fixed with 'static' (default: Slurm's, else 0), preferred"
-            " with 'c10d' (default: Slurm's, else none)",
-        ),
+        option="--node-rank N",
+        help="group rank of this node: fixed with 'static' (default: Slurm's, else 0), preferred"
+        " with 'c10d' (default: Slurm's, else none)",
     )
     """The group rank this node prefers; "static" requires one."""
     local_addr: str | None = field(
         default=None,
         check=checked_host,
-        option=torchrun_option(
-            "--local-addr ADDR",
-            "address of this node for the other nodes (default: that of its connection to the"
-            " store)",
-        ),
+        option="--local-addr ADDR",
+        help="address of this node for the other nodes (default: that of its connection to the"
+        " store)",
     )
     """Address at which the other nodes reach this one.
 
     None is the local address of the connection to the store.
     """
     join_timeout: float = field(
-        default=600.0, check=Seconds(above=0), option=ConfKey(least=1), alike=True
+        default=600.0, check=Seconds(above=0), key=ConfKey(least=1), alike=True
     )
     """Seconds to wait for the minimum of nodes."""
     replace_timeout: float | None = field(
         default=None,
         check=Seconds(at_least=0),
-        option=ConfKey("join_timeout; 30 in Slurm and its like", least=0),
+        key=ConfKey("join_timeout; 30 in Slurm and its like", least=0),
         alike=True,
     )
     """The same once there has been a round, after the loss of nodes; None is `join_timeout`."""
     last_call_timeout: float = field(
-        default=30.0, check=Seconds(at_least=0), option=ConfKey(least=0), alike=True
+        default=30.0, check=Seconds(at_least=0), key=ConfKey(least=0), alike=True
     )
     """Seconds to wait for further nodes once the first round has its minimum."""
     scale_up_delay: float | None = field(
         default=None,
         check=Seconds(at_least=0),
-        option=ConfKey("last_call_timeout", least=0),
+        key=ConfKey("last_call_timeout", least=0),
         alike=True,
     )
     """Seconds for which a round waits for further joiners, from the latest of them; at most ten
@@ -224,18 +216,18 @@ class RendezvousSpec(SpecValue, prefix="rendezvous."):
     scale_up: Literal["delay", "checkpoint"] = field(
         default="delay",
         check=OneOf(("delay", "checkpoint")),
-        option=ConfKey("delay; or checkpoint"),
+        key=ConfKey("delay; or checkpoint"),
         alike=True,
     )
     """Whether joiners also wait until all workers have called `agree_to_change`: "checkpoint"."""
     scale_up_limit: float = field(
-        default=600.0, check=Seconds(above=0), option=ConfKey(least=1), alike=True
+        default=600.0, check=Seconds(above=0), key=ConfKey(least=1), alike=True
     )
     """Seconds, after `scale_up_delay`, that joiners wait for that at most."""
-    close_timeout: float = field(default=30.0, check=Seconds(at_least=0), option=ConfKey(least=0))
+    close_timeout: float = field(default=30.0, check=Seconds(at_least=0), key=ConfKey(least=0))
     """Seconds that the node which serves the store waits at the end for the others to finish."""
     heartbeat_timeout: float = field(
-        default=30.0, check=Seconds(at_least=_HEARTBEAT_MIN), option=ConfKey(least=2), alike=True
+        default=30.0, check=Seconds(at_least=_HEARTBEAT_MIN), key=ConfKey(least=2), alike=True
     )
     """Seconds without a sign from a node after which it is lost; 2 or more.
 
@@ -243,17 +235,15 @@ class RendezvousSpec(SpecValue, prefix="rendezvous."):
     once.
     """
     read_timeout: float = field(
-        default=60.0, check=Seconds(above=0), option=ConfKey("60; both 900 with 'static'", least=1)
+        default=60.0, check=Seconds(above=0), key=ConfKey("60; both 900 with 'static'", least=1)
     )
     """Seconds to search for a store, at the start and after a loss."""
     exit_barrier_timeout: float | None = field(
         default=None,
         check=Seconds(at_least=0),
-        option=own_option(
-            "--exit-barrier-timeout SECONDS",
-            "seconds that a finished node waits for the other nodes (default: no limit)",
-            has_variable=True,
-        ),
+        own_option="--exit-barrier-timeout SECONDS",
+        help="seconds that a finished node waits for the other nodes (default: no limit)",
+        has_variable=True,
     )
     """Seconds that a node whose workers succeeded waits for the others; None for no limit.
 
@@ -264,7 +254,7 @@ class RendezvousSpec(SpecValue, prefix="rendezvous."):
     store_grace: float | None = field(
         default=None,
         check=Seconds(at_least=0),
-        option=ConfKey("leaves time for the stop plan; no limit with 'etcd' and 'redis'", least=0),
+        key=ConfKey("leaves time for the stop plan; no limit with 'etcd' and 'redis'", least=0),
         alike=True,
     )
     """Seconds that workers keep running while no store is reachable.
@@ -275,24 +265,24 @@ class RendezvousSpec(SpecValue, prefix="rendezvous."):
     the other nodes count from the last sign of this one: with one above `heartbeat_timeout`, its
     workers may run beside those of the round that replaces it.
     """
-    keep_workers: bool = field(default=True, option=ConfKey(), alike=True)
+    keep_workers: bool = field(default=True, key=ConfKey(), alike=True)
     """Whether workers keep running when the nodes move to another store and nothing else changes.
 
     Otherwise they are restarted once.
     """
-    reuse: bool = field(default=False, option=ConfKey())
+    reuse: bool = field(default=False, key=ConfKey())
     """Whether a run id whose job has ended begins again, as a new job.
 
     Otherwise a node that comes after the end gets the recorded outcome, while the store
     lives, and runs nothing.
     """
-    any_program: bool = field(default=False, option=ConfKey())
+    any_program: bool = field(default=False, key=ConfKey())
     """Whether the nodes may run different programs, or belong to different users.
 
     Otherwise a node that differs from the job at the endpoint is refused: two jobs that have one
     run id by accident would become one.
     """
-    overlap: bool = field(default=False, option=ConfKey(), alike=True)
+    overlap: bool = field(default=False, key=ConfKey(), alike=True)
     """Whether a new round may begin on one node while another node still stops its workers.
 
     By default no worker of a round starts before all processes of the round before have

@@ -22,7 +22,7 @@ from elastic_aio.spec.checks import (
     is_integer,
     optional,
 )
-from elastic_aio.spec.fields import Converted, SpecValue, field, own_option
+from elastic_aio.spec.fields import Converted, SpecValue, field
 from elastic_aio.text import counted
 from elastic_aio.value import Value
 
@@ -211,12 +211,10 @@ class RestartPolicy(SpecValue, prefix="restart.", alike=True):
     backoff: Backoff | None = field(
         default=DEFAULT_BACKOFF,
         check=optional(_checked_backoff),
-        option=own_option(
-            "--restart-delay SECONDS",
-            "seconds before each restart; with FIRST:LONGEST the time doubles from one restart to"
-            " the next, and a random part of it is waited (default 0 before the first restart,"
-            " then 1, 2, 4 and up to 60; so again after an attempt of a minute)",
-        ),
+        own_option="--restart-delay SECONDS",
+        help="seconds before each restart; with FIRST:LONGEST the time doubles from one restart to"
+        " the next, and a random part of it is waited (default 0 before the first restart,"
+        " then 1, 2, 4 and up to 60; so again after an attempt of a minute)",
     )
     """Delays between restarts; None restarts at once, as torchrun does.
 
@@ -226,38 +224,31 @@ class RestartPolicy(SpecValue, prefix="restart.", alike=True):
     healthy_after: float | None = field(
         default=None,
         check=Seconds(above=0),
-        option=own_option(
-            "--healthy-after SECONDS",
-            "an attempt that ran for so long returns all restarts used so far (default: never)",
-        ),
+        own_option="--healthy-after SECONDS",
+        help="an attempt that ran for so long returns all restarts used so far (default: never)",
     )
     """An attempt that ran this many seconds returns the restarts used so far; None never does."""
     window: Converted[RestartWindow | None, RestartWindow | tuple[int, float] | None] = field(
         default=None,
         check=_window,
-        option=own_option(
-            "--restart-window N:SECONDS",
-            "at most N restarts within any SECONDS; a further failure ends the job (default: no"
-            " limit)",
-        ),
+        own_option="--restart-window N:SECONDS",
+        help="at most N restarts within any SECONDS; a further failure ends the job (default: no"
+        " limit)",
     )
     """At most `count` restarts in `seconds`, as a `RestartWindow` or a pair."""
     restart_on: Converted[frozenset[int] | None, Iterable[int] | None] = field(
         default=None,
         check=_codes,
-        option=own_option(
-            "--restart-on CODES",
-            "exit codes, or signals such as SIGKILL, that allow a restart, as in '1,75,SIGSEGV'"
-            " (default: all)",
-        ),
+        own_option="--restart-on CODES",
+        help="exit codes, or signals such as SIGKILL, that allow a restart, as in '1,75,SIGSEGV'"
+        " (default: all)",
     )
     """Exit codes that allow a restart, 128 + n for a signal; None allows all."""
     never_on: Converted[frozenset[int], Iterable[int]] = field(
         default=frozenset(),
         check=_codes,
-        option=own_option(
-            "--never-on CODES", "exit codes, or signals, that end the job at once (default: none)"
-        ),
+        own_option="--never-on CODES",
+        help="exit codes, or signals, that end the job at once (default: none)",
     )
     """Exit codes that end the job at once."""
     decide: Decide | None = field(default=None, check=_callable)

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, get_args
 from elastic_aio.errors import SpecError
 from elastic_aio.outcome import SIGKILL, SIGTERM, signal_name
 from elastic_aio.spec.checks import OneOf, Seconds, check_number, checked_items, signal_number
-from elastic_aio.spec.fields import Converted, SpecValue, field, own_option, torchrun_option
+from elastic_aio.spec.fields import Converted, SpecValue, field
 
 DEFAULT_GRACE: Final = 25.0
 """Seconds between SIGTERM and SIGKILL: Kubernetes and Slurm kill the launcher after 30."""
@@ -68,10 +68,8 @@ class StopPlan(SpecValue, prefix="stop."):
     ] = field(
         default=(StopStep(SIGTERM, DEFAULT_GRACE),),
         check=_steps,
-        option=torchrun_option(
-            "--shutdown-timeout SECONDS",
-            f"seconds from the first signal to SIGKILL (default {DEFAULT_GRACE:g})",
-        ),
+        option="--shutdown-timeout SECONDS",
+        help=f"seconds from the first signal to SIGKILL (default {DEFAULT_GRACE:g})",
         kw_only=False,
     )
     """Also given as pairs of a signal (number or name) and a grace in seconds, or with a target."""
@@ -90,23 +88,19 @@ class StopPlan(SpecValue, prefix="stop."):
     scope: StopScope = field(
         default="leaders",
         check=_scope,
-        option=own_option(
-            "--stop-scope SCOPE",
-            "whom the signals of a stop reach first: 'leaders', the first process of each worker,"
-            " and the others when it has ended; 'all', every process at once (default 'leaders')",
-            has_variable=True,
-        ),
+        own_option="--stop-scope SCOPE",
+        help="whom the signals of a stop reach first: 'leaders', the first process of each worker,"
+        " and the others when it has ended; 'all', every process at once (default 'leaders')",
+        has_variable=True,
     )
     """Whom the signals reach first, of steps without a `target`."""
     linger: float = field(
         default=0.0,
         check=Seconds(at_least=0),
-        option=own_option(
-            "--linger SECONDS",
-            "seconds for which processes that workers leave behind may run after a success"
-            " (default 0)",
-            has_variable=True,
-        ),
+        own_option="--linger SECONDS",
+        help="seconds for which processes that workers leave behind may run after a success"
+        " (default 0)",
+        has_variable=True,
     )
     """Seconds for which processes that workers leave behind may run on after a success.
 
@@ -168,11 +162,9 @@ class SignalSpec(SpecValue, prefix="signals."):
     stop: Converted[frozenset[int], Iterable[int | str]] = field(
         default=frozenset({1, 2, 3, 15}),
         check=_signals,
-        option=torchrun_option(
-            "--signals-to-handle NAMES",
-            "signals that stop the job (default SIGTERM,SIGINT,SIGHUP,SIGQUIT);"
-            " SIGUSR1 and SIGUSR2 are always forwarded to the workers",
-        ),
+        option="--signals-to-handle NAMES",
+        help="signals that stop the job (default SIGTERM,SIGINT,SIGHUP,SIGQUIT);"
+        " SIGUSR1 and SIGUSR2 are always forwarded to the workers",
     )
     """End the job by its stop plan, which then starts with the received signal.
 
@@ -185,11 +177,9 @@ class SignalSpec(SpecValue, prefix="signals."):
     unhandled: Literal["skip", "kill"] = field(
         default="skip",
         check=OneOf(("skip", "kill")),
-        option=own_option(
-            "--signal-unhandled WHAT",
-            "workers without a handler for a forwarded signal: 'skip' them, or 'kill' them by it"
-            " (default 'skip')",
-        ),
+        own_option="--signal-unhandled WHAT",
+        help="workers without a handler for a forwarded signal: 'skip' them, or 'kill' them by it"
+        " (default 'skip')",
     )
     """Leave out workers without a handler for a forwarded signal, or let it end them."""
 

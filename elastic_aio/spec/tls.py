@@ -33,20 +33,20 @@ class TlsSpec(SpecValue, prefix="tls."):
     """
 
     cert: Converted[str | None, str | PathLike[str] | None] = field(
-        default=None, check=checked_path, option=ConfKey()
+        default=None, check=checked_path, key=ConfKey()
     )
     """File with the certificate of this side, followed by those of intermediate CAs."""
     key: Converted[str | None, str | PathLike[str] | None] = field(
-        default=None, check=checked_path, option=ConfKey()
+        default=None, check=checked_path, key=ConfKey()
     )
     """File with the private key of `cert`, not encrypted; the same file may hold both."""
     ca: Converted[str | None, str | PathLike[str] | None] = field(
-        default=None, check=checked_path, option=ConfKey()
+        default=None, check=checked_path, key=ConfKey()
     )
     """File with the certificates of the CAs that the other side's certificate is verified by."""
-    client_auth: bool | None = field(default=None, check=_client_auth, option=ConfKey())
+    client_auth: bool | None = field(default=None, check=_client_auth, key=ConfKey())
     """Whether a server requires a certificate of `ca` from its clients; None: if it has a `ca`."""
-    server_name: str | None = field(default=None, check=checked_name, option=ConfKey())
+    server_name: str | None = field(default=None, check=checked_name, key=ConfKey())
     """Name or address that the server's certificate must have; None: the host of the endpoint."""
 
     def _check(self) -> None:

@@ -24,16 +24,7 @@ from elastic_aio import (
 from elastic_aio.cli.options import fields_from
 from elastic_aio.outcome import Failure
 from elastic_aio.spec.checks import OneOf, Seconds, UsageError, Whole, checked_items
-from elastic_aio.spec.fields import (
-    Converted,
-    Option,
-    SpecValue,
-    all_fields,
-    changed_fields,
-    field,
-    own_option,
-    torchrun_option,
-)
+from elastic_aio.spec.fields import Converted, Option, SpecValue, all_fields, changed_fields, field
 from elastic_aio.spec.restart import RestartAction
 
 
@@ -46,19 +37,18 @@ class Plate(SpecValue, prefix="plate."):
 
     dish: str = field(kw_only=False)
     wait: float | None = field(
-        default=None, check=Seconds(above=0), option=own_option("--plate-wait SECONDS", "how long")
+        default=None, check=Seconds(above=0), own_option="--plate-wait SECONDS", help="how long"
     )
-    count: int = field(
-        default=1, check=Whole(at_least=1), option=own_option("--plates N", "how many")
-    )
+    count: int = field(default=1, check=Whole(at_least=1), own_option="--plates N", help="how many")
     size: str = field(
         default="small",
         check=OneOf(("small", "large")),
-        option=own_option("--plate-size SIZE", "which"),
+        own_option="--plate-size SIZE",
+        help="which",
     )
-    warm: bool = field(default=True, option=own_option("--no-warmth", "cold"))
+    warm: bool = field(default=True, own_option="--no-warmth", help="cold")
     sides: Converted[tuple[int, ...], Iterable[int]] = field(
-        default=(), check=_sorted, option=torchrun_option("--sides N,N", "besides")
+        default=(), check=_sorted, option="--sides N,N", help="besides"
     )
     secret: str = field(default="", hidden=True)
 
