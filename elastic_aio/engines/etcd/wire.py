@@ -6,6 +6,7 @@ The gateway (`/v3/...`) carries etcd's gRPC messages as JSON: keys and values in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any, Final, TypeVar
 
@@ -27,6 +28,9 @@ MAX_OPS: Final = 100
 """Operations in one transaction; etcd's own default limit (`--max-txn-ops`) is 128."""
 
 _REASON_MAX: Final = 200
+
+Part = dict[str, Any]
+"""A part of a request: an operation, a comparison, or the body of a transaction."""
 
 _T = TypeVar("_T", bound="Reply")
 
@@ -301,7 +305,7 @@ _encoder = msgspec.json.Encoder()
 # Parts of requests.
 
 
-def read(key: bytes, end: bytes = b"", **options: Any) -> dict[str, Any]:
+def read(key: bytes, end: bytes = b"", **options: Any) -> Part:
     """Return the range `key` to `end`, or only the key."""
     return {"key": key, **({"range_end": end} if end else {}), **options}
 
@@ -312,14 +316,14 @@ def get(key: bytes, end: bytes = b"", **options: Any) -> Request:
     return Request(RANGE, body, RangeReply, operation={"request_range": body})
 
 
-def read_op(key: bytes, end: bytes = b"", **options: Any) -> dict[str, Any]:
+def read_op(key: bytes, end: bytes = b"", **options: Any) -> Part:
     """Return the same as an operation of a transaction."""
     return {"request_range": read(key, end, **options)}
 
 
-def put_op(key: bytes, value: bytes, lease: int = 0) -> dict[str, Any]:
+def put_op(key: bytes, value: bytes, lease: int = 0) -> Part:
     """Return the operation that puts a key, under a lease unless that is 0."""
-    put: dict[str, Any] = {"key": key, "value": value}
+    put: Part = {"key": key, "value": value}
     if lease:
         put["lease"] = str(lease)
     return {"request_put": put}
@@ -331,41 +335,37 @@ def put(key: bytes, value: bytes, lease: int = 0) -> Request:
     return Request(TXN, txn_body([], [operation]), TxnReply, operation=operation)
 
 
-def delete_op(key: bytes, end: bytes = b"") -> dict[str, Any]:
+def delete_op(key: bytes, end: bytes = b"") -> Part:
     """Return the operation that deletes the range `key` to `end`, or only the key."""
     return {"request_delete_range": read(key, end)}
 
 
-def txn_op(body: dict[str, Any]) -> dict[str, Any]:
+def txn_op(body: Part) -> Part:
     """Return a transaction as an operation of another one."""
     return {"request_txn": body}
 
 
-def _fenced_op(op: dict[str, Any], same: dict[str, Any]) -> dict[str, Any]:
+def _fenced_op(op: Part, same: Part) -> Part:
     body = op.get("request_txn")
     return txn_op({**body, "compare": [same, *body["compare"]]}) if body else op
 
 
-def compare(key: bytes, target: str, value: Any, **options: Any) -> dict[str, Any]:
+def compare(key: bytes, target: str, value: Any, **options: Any) -> Part:
     """Return a comparison; `target` is `value`, `lease`, `create_revision` or `mod_revision`."""
     name = target.partition("_")[0].upper()
     operand = value if isinstance(value, bytes) else str(value)
     return {"key": key, "target": name, target: operand, **options}
 
 
-def txn_body(
-    conditions: list[dict[str, Any]],
-    then: list[dict[str, Any]],
-    otherwise: list[dict[str, Any]] | None = None,
-) -> dict[str, Any]:
+def txn_body(conditions: list[Part], then: list[Part], otherwise: Sequence[Part] = ()) -> Part:
     """Return the body of a transaction."""
-    return {"compare": conditions, "success": then, "failure": otherwise or []}
+    return {"compare": conditions, "success": then, "failure": [*otherwise]}
 
 
 def txn(
-    conditions: list[dict[str, Any]],
-    then: list[dict[str, Any]],
-    otherwise: list[dict[str, Any]] | None = None,
+    conditions: list[Part],
+    then: list[Part],
+    otherwise: Sequence[Part] = (),
     *,
     is_repeatable: bool = True,
 ) -> Request:
