@@ -591,8 +591,8 @@ async def test_a_self_connect_is_refused(make_locator: MakeLocator) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "socket", bound)
-        connector = dialer.Dialer(RendezvousSpec(), RUN, StoreNetwork())
-        with pytest.raises(dialer.StoreNotFound, match="refused"):
+        connector = locator_module.Dialer(RendezvousSpec(), RUN, StoreNetwork())
+        with pytest.raises(locator_module.StoreNotFound, match="refused"):
             await connector.dial("127.0.0.1", [(socket.AF_INET, ("127.0.0.1", port))])
 
 
@@ -627,9 +627,9 @@ async def test_a_slow_store_counts_as_none_and_is_still_waited_for(
         proxy.delay = 0.2
         changed = asyncio.Event()
         spec = RendezvousSpec(endpoint=proxy.endpoint, heartbeat_timeout=30.0)
-        connector = dialer.Dialer(spec, RUN, StoreNetwork())
+        connector = locator_module.Dialer(spec, RUN, StoreNetwork())
         watched = locator_module.EndpointMonitor(
-            dialer.Endpoint.parse(0, proxy.endpoint), connector, changed.set
+            locator_module.Endpoint.parse(0, proxy.endpoint), connector, changed.set
         )
         try:
             while not states or states[-1][0] is not EndpointState.STORE:
