@@ -16,7 +16,7 @@ from typing import Final
 
 from elastic_aio.aio import random_bytes
 from elastic_aio.discovery.choice import FENCE
-from elastic_aio.discovery.locator import DiscoveryError, LocatedStore
+from elastic_aio.discovery.locator import DiscoveryError, LocatedStore, Locator
 from elastic_aio.discovery.runs import run_prefix
 from elastic_aio.errors import SpecError, StoreError, StoreRefused
 from elastic_aio.spec.rendezvous import ENGINES, RendezvousSpec
@@ -74,8 +74,11 @@ def open_engine(spec: RendezvousSpec, run_id: str, *, is_reader: bool = False) -
     )
 
 
-class EngineLocator:
-    """Opens the store of a job on an engine, in place of a `StoreLocator`; must be closed."""
+class EngineLocator(Locator):
+    """Opens the store of a job on an engine.
+
+    The first search ends after `read_timeout`, and with the first refusal.
+    """
 
     def __init__(
         self,
@@ -99,16 +102,6 @@ class EngineLocator:
     async def locate(
         self, *, is_first: bool, job: str = "", may_serve: Callable[[], bool] = lambda: True
     ) -> LocatedStore:
-        """Connect to the engine, and close the store that was located before.
-
-        With `is_first` the search ends after `read_timeout`, and with the first refusal.  There is
-        no choice in which `job` and `may_serve` could have a part.
-
-        Cancellation: leaves nothing open.
-
-        Raises:
-            DiscoveryError: no server answers, or one refuses this node.
-        """
         loop = asyncio.get_running_loop()
         end = loop.time() + (self._spec.read_timeout if is_first else math.inf)
         notice = _NOTICE
@@ -153,5 +146,4 @@ class EngineLocator:
         )
 
     async def aclose(self) -> None:
-        """Close the connections; 2 s at most."""
         await self._store.aclose()

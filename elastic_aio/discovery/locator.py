@@ -38,20 +38,20 @@ the node that serves the other store may have decided the same.
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import copy
 import errno
-import functools
 import itertools
 import math
 import random
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Final
 
 from msgspec import Struct
 
-from elastic_aio.aio import create_task, run_shielded, wait_forever
+from elastic_aio.aio import create_task, run_shielded
 from elastic_aio.discovery.choice import (
     FENCE,
     RECONNECT_FOR,
@@ -643,27 +643,112 @@ class ActiveElsewhere(Struct, frozen=True):
     was_suspended: bool
 
 
-async def _wait_for_ever(
-    run: RunRecord, is_committed: Callable[[], bool], *, at_once: bool
-) -> ActiveElsewhere:
-    return await wait_forever()
+class OtherEndpoints:
+    """The other endpoints of a job, as a node sees them that uses the store at one of them."""
 
+    def __init__(
+        self,
+        index: int,
+        endpoints: Sequence[Endpoint],
+        dialer: Dialer,
+        was_suspended: asyncio.Event,
+        own: StoreServer | None,
+        interval: float,
+    ) -> None:
+        """Prepare for the store at the endpoint of `index`; `own` serves it, if this node does.
 
-async def _refuse(run: RunRecord, other: ActiveElsewhere) -> bool:
-    return False
+        `was_suspended` is set when this process was, for so long that the other nodes may have
+        gone elsewhere.  `interval` is how many seconds pass between two looks.
+        """
+        self.is_superseded = False
+        """Whether the run was active elsewhere at the last look."""
+        self._index = index
+        self._endpoints = [one for one in endpoints if one.index != index]
+        self._dialer = dialer
+        self._was_suspended = was_suspended
+        self._own = own
+        self._interval = interval
 
-
-_ConfirmSuperseded = Callable[[RunRecord, ActiveElsewhere], Coroutine[Any, Any, bool]]
-
-
-async def _is_not_known(job: str) -> bool:
-    return False
-
-
-class _WaitSuperseded(Protocol):
-    def __call__(
+    async def wait_superseded(
         self, run: RunRecord, is_committed: Callable[[], bool], *, at_once: bool
-    ) -> Coroutine[Any, Any, ActiveElsewhere]: ...
+    ) -> ActiveElsewhere:
+        """Wait until the run is active at another endpoint; return it.
+
+        The process that serves the store, or leads there, yields to an earlier endpoint at any
+        time; to a later one only in three cases:
+
+        * it was suspended for so long that the other nodes may have moved there;
+        * it has just come from another store, and looks whether its job goes on there;
+        * its own job has had no round, and that at the other endpoint has.
+
+        Args:
+            run: the generation at this store.
+            is_committed: whether this node is committed to its job.
+            at_once: whether this is the first wait at this store, and begins with a look.
+        """
+        index = self._index
+        looks_at_all = at_once and run.is_continued
+        is_due = at_once and (index or looks_at_all)
+        while True:
+            # The first endpoint yields to a later one before its first round alone.
+            interval = self._interval if index or not is_committed() else None
+            with contextlib.suppress(TimeoutError):
+                # There is no notification of a server that begins to listen: poll.
+                async with asyncio.timeout(0.0 if is_due else interval):
+                    await self._was_suspended.wait()
+            was_suspended = self._was_suspended.is_set()
+            self._was_suspended.clear()
+            looks_at_all = looks_at_all or was_suspended or not is_committed()
+            others = [one for one in self._endpoints if one.index < index or looks_at_all]
+            began = asyncio.get_running_loop().time()
+            jobs = await self._jobs_at(run, others)
+            if any(jobs) and asyncio.get_running_loop().time() - began > _LATE_LOOK_S:
+                # A process that was suspended has answered now, and is about to yield itself.
+                await asyncio.sleep(_SECOND_LOOK_S)
+                jobs = await self._jobs_at(run, others)
+            for endpoint, job in zip(others, jobs, strict=True):
+                if job:
+                    return ActiveElsewhere(endpoint, job, was_suspended)
+            looks_at_all = is_due = False
+
+    async def confirm_superseded(self, run: RunRecord, other: ActiveElsewhere) -> bool:
+        """Return whether the run is active elsewhere, and has not moved away from there.
+
+        Called once this store has the claim of a move.  Two nodes that decide at the same time
+        both find the claim of a move at the other store.  Both stay then, and the one that was
+        suspended looks again.
+        """
+        self.is_superseded = await self._job_at(run, other.endpoint) == other.job
+        if other.was_suspended and not self.is_superseded:
+            await asyncio.sleep(_SECOND_LOOK_S)
+            self._was_suspended.set()
+        return self.is_superseded
+
+    async def have(self, job: str) -> bool:
+        """Return whether one of them has `job`, or its success."""
+        run = RunRecord(0, job, is_continued=True)
+        self.is_superseded = job in await self._jobs_at(run, self._endpoints)
+        return self.is_superseded
+
+    async def _jobs_at(self, run: RunRecord, endpoints: Sequence[Endpoint]) -> list[str]:
+        async with asyncio.TaskGroup() as group:
+            looks = [group.create_task(self._job_at(run, one)) for one in endpoints]
+        return [look.result() for look in looks]
+
+    async def _job_at(self, run: RunRecord, endpoint: Endpoint) -> str:
+        """Return the job to go to at an endpoint, in a store of another process; or nothing."""
+        with_round = run.is_continued or endpoint.index > self._index
+        dialer = self._dialer.seeking(run.job, with_round=with_round, any_end=False)
+        try:
+            async with asyncio.timeout(_OTHER_TIMEOUT):
+                addresses = await resolve(endpoint.host, endpoint.port)
+                handshake = await dialer.dial(endpoint.host, addresses)
+        except (StoreNotFound, OSError):  # a TimeoutError is an OSError
+            return ""
+        instance = handshake.store.instance
+        await handshake.store.aclose()
+        is_other = self._own is None or self._own.instance != instance
+        return handshake.job if is_other else ""
 
 
 class LocatedStore(Struct, frozen=True):
@@ -677,9 +762,7 @@ class LocatedStore(Struct, frozen=True):
         is_host: whether this process serves it.
         local_address: the address of this host on that connection.
         is_engine: whether no node serves it, and the keys of a job expire some time after its end.
-        wait_superseded: waits until this run is active at another endpoint.
-        confirm_superseded: whether it still is, after this store has the claim of a move.
-        is_known_elsewhere: whether another endpoint has the job of a node that came from there.
+        others: the other endpoints of the list; None if there are none.
     """
 
     store: RemoteStore | EngineStore
@@ -689,15 +772,47 @@ class LocatedStore(Struct, frozen=True):
     is_host: bool
     local_address: str
     is_engine: bool = False
-    wait_superseded: _WaitSuperseded = _wait_for_ever
-    confirm_superseded: _ConfirmSuperseded = _refuse
-    is_known_elsewhere: Callable[[str], Coroutine[Any, Any, bool]] = _is_not_known
+    others: OtherEndpoints | None = None
 
 
-class StoreLocator:
+class Locator(abc.ABC):
     """Locates the store of a job for one of its nodes.
 
     Has one store at a time, and closes it: call `aclose` in the end.
+    """
+
+    @abc.abstractmethod
+    async def locate(
+        self, *, is_first: bool, job: str = "", may_serve: Callable[[], bool] = lambda: True
+    ) -> LocatedStore:
+        """Connect to the job's store, after closing the one that was located before.
+
+        Cancellation: leaves nothing open.
+
+        Args:
+            is_first: whether the job starts here; otherwise its store was lost.
+            job: that in which this node took part last, where there is a choice of stores.
+            may_serve: whether this node may serve a store now, where nodes do.
+
+        Raises:
+            DiscoveryError: there is no store that this node can use.
+        """
+
+    @abc.abstractmethod
+    async def aclose(self) -> None:
+        """Close the connections, and the server if this process has it; 3 s at most.
+
+        Idempotent; safe to call again after cancellation.
+
+        Cancellation: raised after everything is closed.
+        """
+
+
+class StoreLocator(Locator):
+    """Locates the store that a node serves, at one of the endpoints; or serves it.
+
+    The search ends after `read_timeout`, or when this node must serve the store, and another
+    program has the port.
     """
 
     def __init__(
@@ -727,8 +842,9 @@ class StoreLocator:
         self._on_wait, self._on_drop = on_wait, on_drop
         self._store: RemoteStore | None = None
         self._server: StoreServer | None = None
+        self._others: OtherEndpoints | None = None
+        """Those of the last store; None if there is one endpoint."""
         self._was_suspended = asyncio.Event()
-        self._is_superseded = False
 
     def __repr__(self) -> str:
         state = self._server or self._store or "not connected"
@@ -737,24 +853,9 @@ class StoreLocator:
     async def locate(
         self, *, is_first: bool, job: str = "", may_serve: Callable[[], bool] = lambda: True
     ) -> LocatedStore:
-        """Connect to the job's store; serve it if there is none.
-
-        Closes the store that was located before.
-
-        Cancellation: leaves nothing open.
-
-        Args:
-            is_first: whether the job starts here; otherwise its store was lost.
-            job: that in which this node took part last.
-            may_serve: whether this node may serve a store now.
-
-        Raises:
-            DiscoveryError: no endpoint could be used within `read_timeout`; or this
-                node must serve the store, and another program has the port.
-        """
         await self.aclose()
         # While the run is active elsewhere, there is no hurry to serve another store.
-        is_first = is_first or self._is_superseded
+        is_first = is_first or (self._others is not None and self._others.is_superseded)
         dialer = self._dialer.seeking(job)
         search = EndpointSearch(
             self._endpoints, dialer, self._spec, is_first=is_first, may_serve=may_serve
@@ -769,12 +870,6 @@ class StoreLocator:
             raise
 
     async def aclose(self) -> None:
-        """Close the connection, and the server if this process has it; 3 s at most.
-
-        Idempotent; safe to call again after cancellation.
-
-        Cancellation: raised after everything is closed.
-        """
         if self._store is not None or self._server is not None:
             await run_shielded(self._close)
 
@@ -809,13 +904,22 @@ class StoreLocator:
                     await search.wait_changed(until)
 
     def _located(self, monitor: EndpointMonitor, handshake: StoreHandshake) -> LocatedStore:
-        self._store, self._is_superseded = handshake.store, False
+        self._store = store = handshake.store
         endpoint, server = monitor.endpoint, self._server
+        if len(self._endpoints) > 1:
+            interval = min(self._spec.heartbeat_timeout, _OTHER_INTERVAL_MAX)
+            self._others = OtherEndpoints(
+                endpoint.index,
+                self._endpoints,
+                self._dialer,
+                self._was_suspended,
+                server,
+                interval,
+            )
         text = endpoint.text
         if not endpoint.port and server is not None:
             text = f"{text.rpartition(':')[0]}:{server.port}"
         address = _public_address(monitor, handshake.local_address)
-        store = handshake.store
         return LocatedStore(
             store,
             store.instance,
@@ -823,9 +927,7 @@ class StoreLocator:
             endpoint.index,
             is_host=server is not None,
             local_address=address,
-            wait_superseded=functools.partial(self._wait_superseded, endpoint.index),
-            confirm_superseded=functools.partial(self._confirm_superseded, endpoint.index),
-            is_known_elsewhere=functools.partial(self._is_known_elsewhere, endpoint.index),
+            others=self._others,
         )
 
     async def _serve(self, search: EndpointSearch, monitor: EndpointMonitor) -> LocatedStore | None:
@@ -908,105 +1010,10 @@ class StoreLocator:
                 f"{owner}, which this job cannot use: {error}"
             ) from None
 
-    # ------------------------------------------------ while the store is in use
-
-    async def _wait_superseded(
-        self, index: int, run: RunRecord, is_committed: Callable[[], bool], *, at_once: bool
-    ) -> ActiveElsewhere:
-        """Wait until the run is active at another endpoint than that of `index`; return it.
-
-        The process that serves the store, or leads there, yields to an earlier endpoint at any
-        time; to a later one only in three cases:
-
-        * it was suspended for so long that the other nodes may have moved there;
-        * it has just come from another store, and looks whether its job goes on there;
-        * its own job has had no round, and that at the other endpoint has.
-
-        Args:
-            index: of the endpoint of this store.
-            run: the generation there.
-            is_committed: whether this node is committed to its job.
-            at_once: whether this is the first wait at this store, and begins with a look.
-        """
-        if len(self._endpoints) == 1:
-            await wait_forever()
-        looks_at_all = at_once and run.is_continued
-        is_due = at_once and (index or looks_at_all)
-        while True:
-            # The first endpoint yields to a later one before its first round alone.
-            interval = None
-            if index or not is_committed():
-                interval = min(self._spec.heartbeat_timeout, _OTHER_INTERVAL_MAX)
-            if is_due:
-                interval = 0.0
-            with contextlib.suppress(TimeoutError):
-                # There is no notification of a server that begins to listen: poll.
-                async with asyncio.timeout(interval):
-                    await self._was_suspended.wait()
-            was_suspended = self._was_suspended.is_set()
-            self._was_suspended.clear()
-            looks_at_all = looks_at_all or was_suspended or not is_committed()
-            others = [
-                one
-                for one in self._endpoints
-                if one.index < index or (one.index > index and looks_at_all)
-            ]
-            began = asyncio.get_running_loop().time()
-            jobs = await self._jobs_at(index, run, others)
-            if any(jobs) and asyncio.get_running_loop().time() - began > _LATE_LOOK_S:
-                # A process that was suspended has answered now, and is about to yield itself.
-                await asyncio.sleep(_SECOND_LOOK_S)
-                jobs = await self._jobs_at(index, run, others)
-            for endpoint, job in zip(others, jobs, strict=True):
-                if job:
-                    return ActiveElsewhere(endpoint, job, was_suspended)
-            looks_at_all = is_due = False
-
-    async def _confirm_superseded(self, index: int, run: RunRecord, other: ActiveElsewhere) -> bool:
-        """Return whether the run is active elsewhere, and has not moved away from there.
-
-        Two nodes that decide at the same time both find the claim of a move at the other store.
-        Both stay then, and the one that was suspended looks again.
-        """
-        self._is_superseded = await self._job_at(index, run, other.endpoint) == other.job
-        if other.was_suspended and not self._is_superseded:
-            await asyncio.sleep(_SECOND_LOOK_S)
-            self._was_suspended.set()
-        return self._is_superseded
-
-    async def _is_known_elsewhere(self, index: int, job: str) -> bool:
-        """Return whether another endpoint has `job`, or its success."""
-        others = [one for one in self._endpoints if one.index != index]
-        run = RunRecord(0, job, is_continued=True)
-        self._is_superseded = job in await self._jobs_at(index, run, others)
-        return self._is_superseded
-
-    async def _jobs_at(
-        self, index: int, run: RunRecord, endpoints: Sequence[Endpoint]
-    ) -> list[str]:
-        async with asyncio.TaskGroup() as group:
-            looks = [group.create_task(self._job_at(index, run, one)) for one in endpoints]
-        return [look.result() for look in looks]
-
     def _on_pause(self, seconds: float) -> None:
         # The suspension is known only roughly; the others give up after an exact time.
         if seconds + PAUSE_RESOLUTION >= self._dialer.reply_timeout:
             self._was_suspended.set()
-
-    async def _job_at(self, index: int, run: RunRecord, endpoint: Endpoint) -> str:
-        """Return the job to go to at an endpoint, in a store of another process; or nothing."""
-        with_round = run.is_continued or endpoint.index > index
-        dialer = self._dialer.seeking(run.job, with_round=with_round, any_end=False)
-        try:
-            async with asyncio.timeout(_OTHER_TIMEOUT):
-                addresses = await resolve(endpoint.host, endpoint.port)
-                handshake = await dialer.dial(endpoint.host, addresses)
-        except (StoreNotFound, OSError):  # a TimeoutError is an OSError
-            return ""
-        instance = handshake.store.instance
-        await handshake.store.aclose()
-        is_other = self._server is None or self._server.instance != instance
-        return handshake.job if is_other else ""
 
     async def _close(self) -> None:
         if self._store is not None:

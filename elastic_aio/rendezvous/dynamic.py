@@ -20,13 +20,13 @@ import math
 import os
 import random
 from collections.abc import Awaitable, Callable, Iterable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from msgspec.structs import replace
 
 from elastic_aio.aio import Notifier, create_task, random_bytes, run_shielded
 from elastic_aio.discovery.choice import FENCE
-from elastic_aio.discovery.locator import DiscoveryError, LocatedStore, StoreLocator
+from elastic_aio.discovery.locator import DiscoveryError, LocatedStore, Locator, StoreLocator
 from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.errors import HostError, SpecError, StoreError
 from elastic_aio.events import Event, WorkerStoreRefused
@@ -64,10 +64,6 @@ from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import Backoff, RestartBudget
 from elastic_aio.store import Dropped
 from elastic_aio.text import truncate
-
-if TYPE_CHECKING:
-    from elastic_aio.discovery.engine import EngineLocator
-
 
 _AFTER_S: Final = 5.0
 """Seconds without enough nodes: those of one command start within fewer."""
@@ -314,7 +310,7 @@ class DynamicRendezvous(Rendezvous):
     def _shares_store(self) -> bool:
         return self._round_settings.shared_store
 
-    def _make_locator(self, network: StoreNetwork | None) -> StoreLocator | EngineLocator:
+    def _make_locator(self, network: StoreNetwork | None) -> Locator:
         settings, run_id, on_wait = self._settings, self._run_id, self._on_store_awaited
         if settings.is_on_engine:
             from elastic_aio.discovery.engine import EngineLocator

@@ -40,7 +40,7 @@ from collections.abc import Callable, Iterable
 from typing import Never
 
 from elastic_aio.aio import Notifier, first_result, wait_forever
-from elastic_aio.discovery.locator import LocatedStore
+from elastic_aio.discovery.locator import LocatedStore, OtherEndpoints
 from elastic_aio.discovery.runs import RunRecord, claim_move, record_move, run_prefix, undo_move
 from elastic_aio.errors import StoreLost
 from elastic_aio.rendezvous.coordinator_link import CoordinatorLink
@@ -134,7 +134,7 @@ class Election:
         elected = self._new_record(term, detector)
         return await lease.compare_set(_KEY, candidate, elected)
 
-    async def migrate(self, run: RunRecord) -> Never:
+    async def migrate(self, run: RunRecord, others: OtherEndpoints) -> Never:
         """Abandon this store once another endpoint has the active run.
 
         The job cannot end here from the `RunMove` on, so its members may go on there.  The next
@@ -145,7 +145,7 @@ class Election:
         """
         at_once = True
         while True:
-            other = await self._located.wait_superseded(
+            other = await others.wait_superseded(
                 run, lambda: self._member.is_committed, at_once=at_once
             )
             at_once = False
@@ -157,7 +157,7 @@ class Election:
                 await wait_forever()
             if not await claim_move(self._store, goes_on_in):
                 continue
-            is_active = await self._located.confirm_superseded(run, other)
+            is_active = await others.confirm_superseded(run, other)
             if is_active and await record_move(self._store, goes_on_in):
                 who = "the others meet" if goes_on else "another job meets"
                 raise StoreLost(f"{who} at {other.endpoint.text}")
@@ -174,8 +174,9 @@ class Election:
             work = [run, self._wait_deposed(records)]
             if record.detector is not None and self._engine is not None:
                 work.append(self._detector.end_lost(self._engine, self._is_still_leader))
-            if self._located.index and not self._located.is_host:
-                work.append(self.migrate(self._run))
+            others = self._located.others
+            if others is not None and self._located.index and not self._located.is_host:
+                work.append(self.migrate(self._run, others))
             return await first_result(work)
         finally:
             self.is_leader = False

@@ -171,8 +171,8 @@ class RunEntry:
                         while (entry := await self._look(may_begin=False)) is None:
                             await first_result([next_value(runs), next_value(jobs)])
                         return entry
-                is_empty = await read_run(store, run_id) is None
-                if is_empty and await self._located.is_known_elsewhere(self._member.job):
+                is_empty, others = await read_run(store, run_id) is None, self._located.others
+                if is_empty and others is not None and await others.have(self._member.job):
                     raise StoreLost("its job is known at another endpoint")
                 if self._member.has_seen_success:
                     return None
@@ -269,8 +269,9 @@ class StoreSession:
                     self._watch_lease(lease),
                     self._follow_end(ends),
                 ]
-                if self._located.is_host:
-                    work.append(self._election.migrate(run))
+                others = self._located.others
+                if others is not None and self._located.is_host:
+                    work.append(self._election.migrate(run, others))
                 return await first_result(work)
             except StoreError as error:
                 # The part after the semicolon is for callers of store operations.

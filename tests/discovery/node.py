@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Any
 
-from elastic_aio.discovery.locator import DiscoveryError, LocatedStore, StoreLocator
+from elastic_aio.discovery.locator import DiscoveryError, LocatedStore, OtherEndpoints, StoreLocator
 from elastic_aio.discovery.runs import RunRecord, enter_run
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.store import RemoteStore
@@ -50,8 +50,8 @@ async def stay(
             emit(coordinates=True)
         assert isinstance(located.store, RemoteStore)
         ends = [asyncio.ensure_future(located.store.wait_lost())]
-        if located.is_host:
-            ends.append(asyncio.ensure_future(wait_superseded(located)))
+        if located.is_host and located.others is not None:
+            ends.append(asyncio.ensure_future(wait_superseded(located.others)))
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         for task in ends:
             task.cancel()
@@ -59,8 +59,8 @@ async def stay(
         return str(done.pop().result())
 
 
-async def wait_superseded(located: LocatedStore) -> str:
-    return (await located.wait_superseded(RunRecord(0, ""), bool, at_once=True)).endpoint.text
+async def wait_superseded(others: OtherEndpoints) -> str:
+    return (await others.wait_superseded(RunRecord(0, ""), bool, at_once=True)).endpoint.text
 
 
 def emit(**what: Any) -> None:

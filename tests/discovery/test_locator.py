@@ -410,7 +410,8 @@ async def test_a_suspended_host_serves_a_later_endpoint_in_the_end(
 
 async def wait_superseded(located: LocatedStore) -> ActiveElsewhere:
     """Wait as a node whose job has begun at this store."""
-    return await located.wait_superseded(RunRecord(0, "mine"), lambda: True, at_once=True)
+    assert located.others is not None
+    return await located.others.wait_superseded(RunRecord(0, "mine"), lambda: True, at_once=True)
 
 
 async def test_a_later_host_looks_at_the_earlier_endpoints_often_enough(
@@ -478,16 +479,17 @@ async def test_a_host_does_not_yield_to_itself(
     """Two endpoints may lead to one store."""
     only_local("127.0.0.2")
     port = free_port()
-    locator = make_locator(f"127.0.0.1:{port},127.0.0.2:{port}", heartbeat_timeout=2.0)
-    located = await locator.locate(is_first=False)
-    assert locator._server is not None
-    await enter_run(located.store, RUN, job="", reuse=False)
-    await located.store.set(f"elastic_aio/{RUN}/0/coordinator", "we")
-    alias = StoreLocator(RendezvousSpec(endpoint=f"127.0.0.2:{port},127.0.0.2:{port}"), RUN)
-    alias._server = locator._server
-    assert not await alias._job_at(1, RunRecord(0, ""), alias._endpoints[0])
-    alias._server = None
-    assert await alias._job_at(1, RunRecord(0, ""), alias._endpoints[0])
+    endpoints = f"127.0.0.2:{port},127.0.0.2:{port}"
+    host = await make_locator(endpoints, heartbeat_timeout=2.0).locate(is_first=False)
+    entry = await enter_run(host.store, RUN, job="", reuse=False)
+    assert entry is not None
+    await host.store.set(f"elastic_aio/{RUN}/0/coordinator", "we")
+    client = await make_locator(endpoints, heartbeat_timeout=2.0).locate(is_first=False)
+    assert (host.is_host, client.is_host) == (True, False)
+    assert host.others is not None
+    assert client.others is not None
+    assert not await host.others.have(entry[0].job)
+    assert await client.others.have(entry[0].job)
 
 
 async def test_an_own_address_that_leads_elsewhere_is_not_served(
@@ -560,8 +562,7 @@ async def test_cancelling_leaves_nothing_open(make_locator: MakeLocator, role: s
         with contextlib.suppress(asyncio.CancelledError):
             await task
             await locator.aclose()  # it was faster
-        assert locator._store is None
-        assert locator._server is None
+        assert "not connected" in repr(locator)
         # Transports close in a later turn.
         await until(lambda: open_descriptors().keys() == before.keys(), f"turn {turns}")
     assert turns > 10
