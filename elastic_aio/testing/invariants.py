@@ -409,8 +409,8 @@ class InvariantChecker:
             if len(store.orders) > members or store.keyspace.num_keys() > keys_max:
                 return False
             for node in self._nodes.values():
-                if node.is_live and node.number == store.leader_number:
-                    size = _largest_container(node.coordinator, set())
+                if node.driver and node.is_live and node.number == store.leader_number:
+                    size = _largest_container(node.driver.rendezvous, set())
                     if size > _ITEMS_PER_MEMBER * members + _ITEMS_OF_COORDINATOR:
                         return False
         return True

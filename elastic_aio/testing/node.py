@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from msgspec import Struct
 
@@ -84,13 +83,6 @@ class SimNode:
     def __repr__(self) -> str:
         runs = "nothing" if self.running is None else f"round {self.running.round}"
         return f"<SimNode {self.name}: runs {runs}, {self.driver}>"
-
-    @property
-    def coordinator(self) -> Any:
-        """What coordinates the job here, if this node is the coordinator."""
-        rendezvous: Any = None if self.driver is None else self.driver.rendezvous
-        session = None if rendezvous is None else rendezvous._session
-        return None if session is None else session._runner
 
     @property
     def is_live(self) -> bool:
