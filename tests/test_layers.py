@@ -91,7 +91,6 @@ PURE = {
     "_version",
     "http.openmetrics",
     "status",
-    "testing.trace",
     "testing.virtual_time",
     "engines.etcd.operations",
     "engines.etcd.wire",

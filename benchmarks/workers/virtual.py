@@ -33,8 +33,7 @@ from elastic_aio.rendezvous import coordinator, coordinator_runner
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.testing import SimNode, Simulation
-from elastic_aio.testing.network import SimTransport
-from elastic_aio.testing.process import SimProcess
+from elastic_aio.testing.network import SimProcess, SimTransport
 from elastic_aio.testing.store import PORT, SimStore
 
 _LIMIT_S = 600.0

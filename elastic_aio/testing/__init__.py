@@ -28,22 +28,23 @@ from elastic_aio.lazy import lazy_exports
 if TYPE_CHECKING:
     from elastic_aio.testing.node import SimNode as SimNode
     from elastic_aio.testing.node import WorkerBehavior as WorkerBehavior
+    from elastic_aio.testing.scenarios import Found as Found
+    from elastic_aio.testing.scenarios import Recipe as Recipe
+    from elastic_aio.testing.scenarios import SearchResult as SearchResult
+    from elastic_aio.testing.scenarios import play_recipe as play_recipe
     from elastic_aio.testing.scenarios import run_random_scenario as run_random_scenario
-    from elastic_aio.testing.search import Found as Found
-    from elastic_aio.testing.search import Recipe as Recipe
-    from elastic_aio.testing.search import SearchResult as SearchResult
-    from elastic_aio.testing.search import play_recipe as play_recipe
-    from elastic_aio.testing.search import search_scenarios as search_scenarios
+    from elastic_aio.testing.scenarios import search_scenarios as search_scenarios
     from elastic_aio.testing.simulation import Simulation as Simulation
-    from elastic_aio.testing.trace import InvariantViolated as InvariantViolated
+    from elastic_aio.testing.virtual_time import InvariantViolated as InvariantViolated
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
             "elastic_aio.testing.node": "SimNode WorkerBehavior",
-            "elastic_aio.testing.scenarios": "run_random_scenario",
-            "elastic_aio.testing.search": "Found Recipe SearchResult play_recipe search_scenarios",
+            "elastic_aio.testing.scenarios": (
+                "Found Recipe SearchResult play_recipe run_random_scenario search_scenarios"
+            ),
             "elastic_aio.testing.simulation": "Simulation",
-            "elastic_aio.testing.trace": "InvariantViolated",
+            "elastic_aio.testing.virtual_time": "InvariantViolated",
         },
     )

@@ -33,8 +33,7 @@ from elastic_aio.store.connection import Connection
 from elastic_aio.testing.network import Listener, Network
 from elastic_aio.testing.node import SimNode
 from elastic_aio.testing.store import SimStore, Written
-from elastic_aio.testing.trace import Trace
-from elastic_aio.testing.virtual_time import RATE_MIN
+from elastic_aio.testing.virtual_time import RATE_MIN, Trace
 
 _NOTICE_S: Final = 2.5
 """Seconds in which a node, and a coordinator, learns what is in the store."""

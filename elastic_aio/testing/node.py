@@ -11,8 +11,8 @@ from elastic_aio.errors import SpecError
 from elastic_aio.outcome import JobOutcome
 from elastic_aio.rendezvous.base import Placement
 from elastic_aio.spec.checks import check_number, is_integer
-from elastic_aio.testing.process import SimProcess
-from elastic_aio.testing.trace import Trace
+from elastic_aio.testing.network import SimProcess
+from elastic_aio.testing.virtual_time import Trace
 
 
 class WorkerBehavior(Struct, frozen=True):

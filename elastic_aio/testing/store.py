@@ -25,8 +25,7 @@ from elastic_aio.store.connection import Service
 from elastic_aio.store.keyspace import Client
 from elastic_aio.store.replies import CHANGE_SET, RawChange
 from elastic_aio.store.server import StoreServer
-from elastic_aio.testing.network import Listener
-from elastic_aio.testing.process import SimProcess
+from elastic_aio.testing.network import Listener, SimProcess
 from elastic_aio.testing.virtual_time import VirtualTime
 
 RUN_ID = "simulated"

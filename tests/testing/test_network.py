@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from elastic_aio.testing.network import Network, next_attempt
-from elastic_aio.testing.process import SimProcess
+from elastic_aio.testing.network import Network, SimProcess, next_attempt
 from elastic_aio.testing.virtual_time import VirtualTime
 
 

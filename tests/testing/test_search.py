@@ -14,8 +14,7 @@ from elastic_aio.rendezvous import coordinator_runner
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.testing import InvariantViolated
-from elastic_aio.testing.scenarios import Scenario
-from elastic_aio.testing.search import Tape, play_recipe, search_scenarios
+from elastic_aio.testing.scenarios import Scenario, Tape, play_recipe, search_scenarios
 
 COUNT = int(os.environ.get("ELASTIC_AIO_SEARCH", "40"))
 SEED = int(os.environ.get("ELASTIC_AIO_SEARCH_SEED", "0"))
