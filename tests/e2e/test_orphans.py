@@ -11,12 +11,15 @@ import signal
 import site
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.children import noted, noting, until_sync
-from tests.support.cli import CLI, REPOSITORY, Running, run_program, running, running_cli
+from tests.support.children import none_alive, noting, until_sync
+from tests.support.cli import CLI, REPOSITORY, Running, noted_job, run_program, running, running_cli
 from tests.support.leaks import alive, leaked_processes
 
 pytestmark = pytest.mark.e2e
@@ -41,13 +44,32 @@ def all_exited() -> bool:
     return not leaked_processes()
 
 
-def tree_pids(directory: Path, count: int) -> list[int]:
-    """Wait until the workers and their descendants run; return the pids."""
-    pids = list(until_sync(noted(directory, count)))
-    for kind in ("group", "daemon", "ignoring"):
-        pids += [int((directory / f"{kind}.{rank}").read_text()) for rank in range(count)]
-    assert all(map(alive, pids))
-    return pids
+@contextmanager
+def tree(
+    directory: Path, count: int, *options: object, **settings: Any
+) -> Iterator[tuple[Running, list[int]]]:
+    """Run a job of `count` workers with descendants (see `noted_job`).
+
+    Nothing is left of it, and of its guardian, soon after the block.
+    """
+    with noted_job(directory, count, PROCESS_TREE_WORKER, *options, **settings) as (job, pids):
+        for kind in ("group", "daemon", "ignoring"):
+            pids += [int((directory / f"{kind}.{rank}").read_text()) for rank in range(count)]
+        assert all(map(alive, pids))
+        yield job, pids
+    until_sync(all_exited)
+
+
+def wait_gone(pids: Sequence[int]) -> None:
+    """Wait until processes have ended, without their launcher."""
+    until_sync(none_alive(pids), "the end of the workers", GUARANTEED_S)
+
+
+def kill(job: Running, pids: Sequence[int]) -> None:
+    """Kill a launcher, and wait until its workers have ended."""
+    job.send(signal.SIGKILL)
+    assert job.wait() == 137
+    wait_gone(pids)
 
 
 def guardian_of(launcher: Running) -> int:
@@ -68,15 +90,13 @@ def ignores(pid: int, number: int) -> bool:
     return bool(int(mask, 16) & 1 << (number - 1))
 
 
-def test_launcher_killed(tmp_path: Path) -> None:
-    """After SIGKILL of the launcher all its processes end within a second."""
-    with running_cli("--nproc-per-node", 3, "--no-python", *PROCESS_TREE_WORKER,
-                     env={"NOTES": str(tmp_path)}) as job:  # fmt: skip
-        pids = tree_pids(tmp_path, 3)
-        job.send(signal.SIGKILL)
-        assert job.wait() == 137
-        until_sync(lambda: not any(map(alive, pids)), "the end of the workers", GUARANTEED_S)
-    until_sync(all_exited, "the end of the guardian")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGALRM])
+def test_launcher_killed(number: signal.Signals, tmp_path: Path) -> None:
+    """After SIGKILL or a crash of the launcher all its processes end within a second."""
+    with tree(tmp_path, 3) as (job, pids):
+        job.send(number)
+        assert job.wait() == 128 + number
+        wait_gone(pids)
 
 
 def test_launcher_killed_with_more_pipes_than_descriptors() -> None:
@@ -95,25 +115,11 @@ def test_launcher_killed_with_more_pipes_than_descriptors() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
 def test_launcher_asked_to_stop(number: signal.Signals, tmp_path: Path) -> None:
     """After a stop signal all processes have ended when the launcher exits."""
-    words = ("--nproc-per-node", 2, "--shutdown-timeout", 0.5, "--no-python")
-    with running_cli(*words, *PROCESS_TREE_WORKER, env={"NOTES": str(tmp_path)}) as job:
-        pids = tree_pids(tmp_path, 2)
+    with tree(tmp_path, 2, "--shutdown-timeout=0.5") as (job, pids):
         job.send(number)
         assert job.wait() == 128 + number
         assert not any(map(alive, pids))
-    assert all_exited()
-
-
-@pytest.mark.parametrize("number", [signal.SIGABRT, signal.SIGSEGV, signal.SIGALRM])
-def test_launcher_crashed(number: signal.Signals, tmp_path: Path) -> None:
-    """The processes of a launcher that crashes end."""
-    with running_cli("--nproc-per-node", 2, "--no-python", *PROCESS_TREE_WORKER,
-                     env={"NOTES": str(tmp_path)}) as job:  # fmt: skip
-        pids = tree_pids(tmp_path, 2)
-        job.send(number)
-        assert job.wait() == 128 + number
-        until_sync(lambda: not any(map(alive, pids)), "the end of the workers", GUARANTEED_S)
-    until_sync(all_exited, "the end of the guardian")
+        assert all_exited()
 
 
 EMBEDDING = """
@@ -125,7 +131,8 @@ if sys.argv[1] == "uvloop":
 else:
     factory = asyncio.SelectorEventLoop
 async def main():
-    task = asyncio.ensure_future(launch(LaunchSpec(sys.argv[3:], nproc_per_node=int(sys.argv[2]))))
+    count, entrypoint = int(sys.argv[3]), sys.argv[5:]  # --nproc-per-node COUNT --no-python ...
+    task = asyncio.ensure_future(launch(LaunchSpec(entrypoint, nproc_per_node=count)))
     if os.environ.get("FORK"):
         while not os.path.exists(os.environ["NOTES"] + "/0"):
             await asyncio.sleep(0.01)
@@ -139,17 +146,15 @@ with asyncio.Runner(loop_factory=factory) as runner:
 """
 
 
-def embedding(loop: str, nproc: int, *entrypoint: str) -> list[str]:
-    """Return a program that runs a job on a loop."""
-    return [sys.executable, "-c", EMBEDDING, loop, str(nproc), *entrypoint]
+def embedding(loop: str, code: str = EMBEDDING) -> list[str]:
+    """Return a program that runs a job on a loop; words of `aio-elastic run` follow."""
+    return [sys.executable, "-c", code, loop]
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_a_fork_of_the_embedding_program(loop: str, tmp_path: Path) -> None:
     """A fork that inherits all descriptors neither delays the cleanup nor is killed by it."""
-    env = {"NOTES": str(tmp_path), "FORK": "1"}
-    with running(embedding(loop, 2, *PROCESS_TREE_WORKER), env=env) as program:
-        pids = tree_pids(tmp_path, 2)
+    with tree(tmp_path, 2, argv=embedding(loop), env={"FORK": "1"}) as (program, pids):
 
         def forks() -> list[int]:
             code = EMBEDDING[:40].strip()
@@ -158,14 +163,11 @@ def test_a_fork_of_the_embedding_program(loop: str, tmp_path: Path) -> None:
 
         (fork,) = until_sync(forks)
         try:
-            program.send(signal.SIGKILL)
-            program.wait()
-            until_sync(lambda: not any(map(alive, pids)), "the end of the workers", GUARANTEED_S)
+            kill(program, pids)
             until_sync(lambda: set(leaked_processes()) == {fork}, "the end of the guardian")
             assert alive(fork)
         finally:
             os.kill(fork, signal.SIGKILL)
-    until_sync(all_exited)
 
 
 @pytest.mark.parametrize("holds_descriptors", [False, True])
@@ -183,18 +185,16 @@ def test_an_exec_of_the_embedding_program(
     sys.stdin.read()
     os.execvp("sleep", ["sleep", "98"])
 """)  # fmt: skip
-    env = {"NOTES": str(tmp_path), **({"FORK": "1"} if holds_descriptors else {})}
-    argv = [sys.executable, "-c", code, loop, "2", *PROCESS_TREE_WORKER]
-    with running(argv, env=env, stdin_pipe=True) as program:
-        pids = tree_pids(tmp_path, 2)
+    env = {"FORK": "1"} if holds_descriptors else {}
+    argv = embedding(loop, code)
+    with tree(tmp_path, 2, argv=argv, env=env, stdin_pipe=True) as (program, pids):
         assert program.process.stdin is not None
         program.process.stdin.close()
-        until_sync(lambda: not any(map(alive, pids)), "the end of the workers", GUARANTEED_S)
+        wait_gone(pids)
         assert program.process.poll() is None
         until_sync(lambda: guardians() == [])
         for pid in leaked_processes():
             os.kill(pid, signal.SIGKILL)
-    until_sync(all_exited)
 
 
 def guardians() -> list[int]:
@@ -229,7 +229,8 @@ def test_an_application_that_is_its_own_interpreter(tmp_path: Path) -> None:
 def test_killed_in_the_middle_of_spawning(loop: str, count: int) -> None:
     """SIGKILL while 50 workers are being spawned leaves none of them."""
     spawned = random.Random(time.time_ns()).randint(1, 45)
-    with running(embedding(loop, 50, "sleep", "99")) as program:
+    words = ["--nproc-per-node", "50", "--no-python", "sleep", "99"]
+    with running([*embedding(loop), *words]) as program:
         children = Path(f"/proc/{program.pid}/task/{program.pid}/children")
         while len(children.read_text().split()) < spawned:
             assert program.process.poll() is None
@@ -258,9 +259,7 @@ def test_stopped_at_a_random_early_moment(number: signal.Signals) -> None:
 
 def test_the_guardian_is_restarted(tmp_path: Path) -> None:
     """A killed guardian is restarted, and the new one ends the job."""
-    env = {"NOTES": str(tmp_path), "LOGLEVEL": "INFO"}
-    with running_cli("--nproc-per-node", 2, "--no-python", *PROCESS_TREE_WORKER, env=env) as job:
-        pids = tree_pids(tmp_path, 2)
+    with tree(tmp_path, 2, env={"LOGLEVEL": "INFO"}) as (job, pids):
         for _ in range(2):
             former = guardian_of(job)
             os.kill(former, signal.SIGKILL)
@@ -268,38 +267,24 @@ def test_the_guardian_is_restarted(tmp_path: Path) -> None:
             until_sync(lambda former=former: guardian_of(job) != former)  # type: ignore[misc]  # bound now
         assert int(match[1]) > 0
         assert all(map(alive, pids))
-        job.send(signal.SIGKILL)
-        job.wait()
-        until_sync(lambda: not any(map(alive, pids)), "the end of the workers", GUARANTEED_S)
-    until_sync(all_exited)
+        kill(job, pids)
 
 
 def test_the_guardian_ignores_signals(tmp_path: Path) -> None:
     """Only SIGKILL ends a guardian, so it survives `pkill` of a whole session."""
-    env = {"NOTES": str(tmp_path)}
-    with running_cli("--no-python", *PROCESS_TREE_WORKER, env=env) as job:
-        pids = tree_pids(tmp_path, 1)
+    with tree(tmp_path, 1) as (job, pids):
         guardian = guardian_of(job)
         until_sync(lambda: ignores(guardian, signal.SIGTERM), "a guardian that has started")
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             os.kill(guardian, number)
-        job.send(signal.SIGKILL)
-        job.wait()
-        until_sync(lambda: not any(map(alive, pids)), "the end of the workers", GUARANTEED_S)
-    until_sync(all_exited)
+        kill(job, pids)
 
 
 def test_nested_jobs(tmp_path: Path) -> None:
     """A job inside a worker of another job ends with the outer job."""
-    inner = [sys.executable, "-m", "elastic_aio", "run", "--nproc-per-node", "2", "--no-python"]
-    with running_cli(
-        "--no-python", *inner, *PROCESS_TREE_WORKER, env={"NOTES": str(tmp_path)}
-    ) as job:
-        pids = tree_pids(tmp_path, 2)
-        job.send(signal.SIGKILL)
-        job.wait()
-        until_sync(lambda: not any(map(alive, pids)), "the end of the workers", GUARANTEED_S)
-    until_sync(all_exited)
+    outer = [*CLI, "run", "--no-python", *CLI, "run"]
+    with tree(tmp_path, 2, argv=outer) as (job, pids):
+        kill(job, pids)
 
 
 def test_an_exception_in_the_embedding_program(tmp_path: Path) -> None:
@@ -312,8 +297,7 @@ def test_an_exception_in_the_embedding_program(tmp_path: Path) -> None:
     for loop in ("asyncio", "uvloop"):
         directory = tmp_path / loop
         directory.mkdir()
-        with running([sys.executable, "-c", code, loop, "1", *noting()],
-                     env={"NOTES": str(directory)}) as program:  # fmt: skip
+        with noted_job(directory, 1, noting(), argv=embedding(loop, code)) as (program, _):
             assert program.wait() == 5
         assert all_exited()
 

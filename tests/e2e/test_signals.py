@@ -20,9 +20,10 @@ from tests.support.children import (
     none_alive,
     noted,
     noting,
+    shell,
     until_sync,
 )
-from tests.support.cli import CLI, REPOSITORY, run_program, running, running_cli
+from tests.support.cli import CLI, REPOSITORY, noted_job, run_program, running, running_cli
 from tests.support.leaks import alive, leaked_processes
 
 pytestmark = pytest.mark.e2e
@@ -30,9 +31,8 @@ pytestmark = pytest.mark.e2e
 STOPS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
 
 
-def notes(directory: Path, **more: str) -> dict[str, str]:
-    """Return the environment of workers that write notes."""
-    return {"NOTES": str(directory), **more}
+INFO = {"LOGLEVEL": "INFO"}
+AT_ONCE = ("--shutdown-timeout", 0.1)
 
 
 def state(pid: int) -> str:
@@ -54,9 +54,7 @@ def logged(directory: Path) -> list[str]:
 @pytest.mark.parametrize("number", STOPS)
 def test_a_stop_signal(number: signal.Signals, tmp_path: Path) -> None:
     """Workers get the same signal once; the launcher prints one line and exits with 128 + n."""
-    with running_cli("--nproc-per-node", 2, "--shutdown-timeout", 60, "--no-python",
-                     *SIGNAL_LOGGER, env=notes(tmp_path)) as job:  # fmt: skip
-        pids = until_sync(noted(tmp_path, 2))
+    with noted_job(tmp_path, 2, SIGNAL_LOGGER, "--shutdown-timeout", 60) as (job, pids):
         job.send(number)
         until_sync(lambda: len(logged(tmp_path)) >= 2)
         for pid in pids:
@@ -71,10 +69,8 @@ def test_a_stop_signal(number: signal.Signals, tmp_path: Path) -> None:
 
 def test_nohup(tmp_path: Path) -> None:
     """A SIGHUP that was ignored at the start of the launcher does not stop the job."""
-    script = 'trap "" HUP; exec "$@"'
-    argv = ["bash", "-c", script, "bash", *CLI, "run", "--no-python", *POLITE]
-    with running(argv, env=notes(tmp_path)) as job:
-        (pid,) = until_sync(noted(tmp_path, 1))
+    argv = ["bash", "-c", 'trap "" HUP; exec "$@"', "bash", *CLI, "run"]
+    with noted_job(tmp_path, 1, POLITE, argv=argv) as (job, (pid,)):
         job.send(signal.SIGHUP)
         job.send(signal.SIGTERM)
         ended = job.ended()
@@ -85,15 +81,12 @@ def test_nohup(tmp_path: Path) -> None:
 
 def test_user_signals_are_forwarded(tmp_path: Path) -> None:
     """SIGUSR1 and SIGUSR2 reach every worker once, and the workers continue."""
-    with running_cli("--nproc-per-node", 3, "--shutdown-timeout", 0.1, "--no-python",
-                     *SIGNAL_LOGGER, env=notes(tmp_path, LOGLEVEL="INFO")) as job:  # fmt: skip
-        pids = until_sync(noted(tmp_path, 3))
-        log = tmp_path / "log"
-        for count, name in enumerate(["USR1", "USR2", "USR1"], start=1):
-            job.send(getattr(signal, f"SIG{name}"))
-            until_sync(lambda count=count: log.exists()  # type: ignore[misc]  # bound now
-                       and len(log.read_text().split()) == 3 * count)  # fmt: skip
-        assert log.read_text().split() == ["SIGUSR1"] * 3 + ["SIGUSR2"] * 3 + ["SIGUSR1"] * 3
+    with noted_job(tmp_path, 3, SIGNAL_LOGGER, *AT_ONCE, env=INFO) as (job, pids):
+        names = ("SIGUSR1", "SIGUSR2", "SIGUSR1")
+        for count, name in enumerate(names, start=1):
+            job.send(signal.Signals[name])
+            until_sync(lambda count=count: len(logged(tmp_path)) == 3 * count)  # type: ignore[misc]  # bound now
+        assert logged(tmp_path) == [name for name in names for _ in range(3)]
         assert all(map(alive, pids))
         assert job.err.count("SIGUSR1 forwarded to 3 workers") == 2
         job.send(signal.SIGTERM)
@@ -102,9 +95,7 @@ def test_user_signals_are_forwarded(tmp_path: Path) -> None:
 
 def test_a_worker_without_a_handler_does_not_get_a_forwarded_signal(tmp_path: Path) -> None:
     """Its default action would end the worker; one line names the worker."""
-    with running_cli("--nproc-per-node", 2, "--shutdown-timeout", 0.1, "--no-python", *noting(),
-                     env=notes(tmp_path, LOGLEVEL="INFO")) as job:  # fmt: skip
-        pids = until_sync(noted(tmp_path, 2))
+    with noted_job(tmp_path, 2, noting(), *AT_ONCE, env=INFO) as (job, pids):
         job.wait_err("rank 1 started")
         job.send(signal.SIGUSR1)
         job.wait_err("SIGUSR1 forwarded to 0 workers; 2 have no handler for it and did not get it")
@@ -114,9 +105,7 @@ def test_a_worker_without_a_handler_does_not_get_a_forwarded_signal(tmp_path: Pa
 
 
 def test_a_forwarded_signal_ends_workers_without_a_handler_on_demand(tmp_path: Path) -> None:
-    with running_cli("--nproc-per-node", 2, "--signal-unhandled", "kill", "--no-python",
-                     *noting(), env=notes(tmp_path, LOGLEVEL="INFO")) as job:  # fmt: skip
-        until_sync(noted(tmp_path, 2))
+    with noted_job(tmp_path, 2, noting(), "--signal-unhandled=kill", env=INFO) as (job, _):
         job.wait_err("rank 1 started")
         job.send(signal.SIGUSR1)
         assert job.wait() == 128 + signal.SIGUSR1
@@ -125,13 +114,10 @@ def test_a_forwarded_signal_ends_workers_without_a_handler_on_demand(tmp_path: P
 
 def test_a_forwarded_signal_reaches_the_program_of_a_shell(tmp_path: Path) -> None:
     """The shell has no handler, and goes on when its program has ended."""
-    program = shlex.join([*SIGNAL_LOGGER])
-    with running_cli("--shutdown-timeout", 0.1, "--no-python", "bash", "-c", f"{program}; true",
-                     env=notes(tmp_path, LOGLEVEL="INFO")) as job:  # fmt: skip
-        until_sync(noted(tmp_path, 1))
+    worker = shell(f"{shlex.join(SIGNAL_LOGGER)}; true")
+    with noted_job(tmp_path, 1, worker, *AT_ONCE, env=INFO) as (job, _):
         job.send(signal.SIGUSR1)
-        log = tmp_path / "log"
-        until_sync(lambda: log.exists() and log.read_text() == "SIGUSR1\n")
+        until_sync(lambda: logged(tmp_path) == ["SIGUSR1"])
         job.wait_err("SIGUSR1 forwarded to 1 worker\n")
         job.send(signal.SIGTERM)
         assert job.wait() == 143
@@ -139,9 +125,7 @@ def test_a_forwarded_signal_reaches_the_program_of_a_shell(tmp_path: Path) -> No
 
 def test_a_second_interrupt_kills(tmp_path: Path) -> None:
     """A second SIGINT does not wait for the end of the grace period."""
-    with running_cli("--nproc-per-node", 2, "--no-python", *ignoring_signals(),
-                     env=notes(tmp_path)) as job:  # fmt: skip
-        pids = until_sync(noted(tmp_path, 2))
+    with noted_job(tmp_path, 2, ignoring_signals()) as (job, pids):
         began = time.monotonic()
         job.send(signal.SIGINT)
         job.wait_err("SIGINT was received")
@@ -154,9 +138,7 @@ def test_a_second_interrupt_kills(tmp_path: Path) -> None:
 
 def test_many_signals_during_a_stop(tmp_path: Path) -> None:
     """Nine signals during one stop have no further effect."""
-    with running_cli("--nproc-per-node", 2, "--no-python", *ignoring_signals(),
-                     env=notes(tmp_path)) as job:  # fmt: skip
-        pids = until_sync(noted(tmp_path, 2))
+    with noted_job(tmp_path, 2, ignoring_signals()) as (job, pids):
         for number in [*STOPS, signal.SIGUSR1, *STOPS]:
             job.send(number)
         assert job.wait() in {128 + number for number in STOPS}
@@ -167,8 +149,7 @@ def test_many_signals_during_a_stop(tmp_path: Path) -> None:
 def test_suspend_and_continue(tmp_path: Path) -> None:
     """SIGTSTP suspends the workers, then the launcher; SIGCONT continues both."""
     script = noting("until [ -e $NOTES/go ]; do sleep 0.01; done")
-    with running_cli("--nproc-per-node", 2, "--no-python", *script, env=notes(tmp_path)) as job:
-        pids = until_sync(noted(tmp_path, 2))
+    with noted_job(tmp_path, 2, script) as (job, pids):
         for _ in range(2):
             job.send(signal.SIGTSTP)
             until_sync(in_state("T", *pids, job.pid), "all suspended")
@@ -182,9 +163,8 @@ def test_no_deadline_expires_while_suspended(tmp_path: Path) -> None:
     """The grace period of a stop does not elapse while the job is suspended."""
     path = tmp_path / "events"
     grace, suspended = 0.6, 0.9
-    with running_cli("--shutdown-timeout", grace, "--events", path,
-                     "--no-python", *ignoring_signals(), env=notes(tmp_path)) as job:  # fmt: skip
-        (pid,) = until_sync(noted(tmp_path, 1))
+    options = ("--shutdown-timeout", grace, "--events", path)
+    with noted_job(tmp_path, 1, ignoring_signals(), *options) as (job, (pid,)):
         job.send(signal.SIGTERM)
         job.wait_err("SIGTERM was received")
         job.send(signal.SIGTSTP)
@@ -200,8 +180,7 @@ def test_no_deadline_expires_while_suspended(tmp_path: Path) -> None:
 
 def test_a_suspended_job_can_be_killed(tmp_path: Path) -> None:
     """SIGKILL of a suspended launcher leaves no suspended worker behind."""
-    with running_cli("--nproc-per-node", 2, "--no-python", *noting(), env=notes(tmp_path)) as job:
-        pids = until_sync(noted(tmp_path, 2))
+    with noted_job(tmp_path, 2, noting()) as (job, pids):
         job.send(signal.SIGTSTP)
         until_sync(in_state("T", *pids, job.pid), "all suspended")
         job.send(signal.SIGKILL)
@@ -213,9 +192,10 @@ def test_a_suspended_job_can_be_killed(tmp_path: Path) -> None:
 def test_job_control_of_a_shell(tmp_path: Path) -> None:
     """On a terminal Ctrl-Z suspends the job, `fg` continues it, Ctrl-C stops it."""
     terminal = [sys.executable, "-c", "import pty; pty.spawn(['bash', '--norc', '-i'])"]
-    env = notes(tmp_path, PS1="$ ", HISTFILE="/dev/null", PYTHONPATH=str(REPOSITORY))
-    with running(terminal, env=env, stdin_pipe=True) as shell:
-        typed = shell.process.stdin
+    env = {"NOTES": str(tmp_path), "PS1": "$ ", "HISTFILE": "/dev/null",
+           "PYTHONPATH": str(REPOSITORY)}  # fmt: skip
+    with running(terminal, env=env, stdin_pipe=True) as bash:
+        typed = bash.process.stdin
         assert typed is not None
 
         def type_in(text: bytes) -> None:
@@ -227,26 +207,24 @@ def test_job_control_of_a_shell(tmp_path: Path) -> None:
         type_in(b". $NOTES/command\n")
         pids = until_sync(noted(tmp_path, 2))
         type_in(b"\x1a")
-        shell.wait_out("Stopped")
+        bash.wait_out("Stopped")
         until_sync(in_state("T", *pids), "suspended workers")
         type_in(b"fg\n")
         until_sync(in_state("SRD", *pids), "all continued")
         type_in(b"\x03")
         type_in(b"echo code=$((0 + $?)).\n")
-        shell.wait_out(r"code=130\.")
+        bash.wait_out(r"code=130\.")
         type_in(b"exit\n")
-        shell.wait()
+        bash.wait()
     assert not any(map(alive, pids))
 
 
 def test_listed_user_signal_is_forwarded(tmp_path: Path) -> None:
     """SIGUSR1 in `--signals-to-handle` is forwarded and does not stop the job; SIGTERM does."""
-    with running_cli("--signals-to-handle", "SIGTERM,SIGUSR1", "--shutdown-timeout", 0.1,
-                     "--no-python", *SIGNAL_LOGGER, env=notes(tmp_path)) as job:  # fmt: skip
-        (pid,) = until_sync(noted(tmp_path, 1))
+    options = ("--signals-to-handle", "SIGTERM,SIGUSR1", *AT_ONCE)
+    with noted_job(tmp_path, 1, SIGNAL_LOGGER, *options) as (job, (pid,)):
         job.send(signal.SIGUSR1)
-        log = tmp_path / "log"
-        until_sync(lambda: log.exists() and log.read_text() == "SIGUSR1\n")
+        until_sync(lambda: logged(tmp_path) == ["SIGUSR1"])
         assert alive(pid)
         job.send(signal.SIGTERM)
         assert job.wait() == 143
@@ -254,9 +232,8 @@ def test_listed_user_signal_is_forwarded(tmp_path: Path) -> None:
 
 def test_listed_other_signal_stops(tmp_path: Path) -> None:
     """Any other listed signal stops the job by the plan."""
-    with running_cli("--signals-to-handle", "SIGALRM", "--shutdown-timeout", 0.2,
-                     "--no-python", *ignoring_signals(), env=notes(tmp_path)) as job:  # fmt: skip
-        (pid,) = until_sync(noted(tmp_path, 1))
+    options = ("--signals-to-handle", "SIGALRM", "--shutdown-timeout", 0.2)
+    with noted_job(tmp_path, 1, ignoring_signals(), *options) as (job, (pid,)):
         job.send(signal.SIGALRM)
         assert job.wait() == 128 + signal.SIGALRM
     assert not alive(pid)
@@ -265,9 +242,7 @@ def test_listed_other_signal_stops(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_unlisted_stop_signal(number: signal.Signals, tmp_path: Path) -> None:
     """A signal that is not handled ends the launcher and its workers."""
-    with running_cli("--signals-to-handle", "SIGINT", "--nproc-per-node", 2, "--no-python",
-                     *noting(), env=notes(tmp_path)) as job:  # fmt: skip
-        pids = until_sync(noted(tmp_path, 2))
+    with noted_job(tmp_path, 2, noting(), "--signals-to-handle", "SIGINT") as (job, pids):
         job.send(number)
         assert job.wait() == 128 + number
         until_sync(none_alive(pids), "the end of the workers", 2)
@@ -277,7 +252,7 @@ def test_unlisted_stop_signal(number: signal.Signals, tmp_path: Path) -> None:
 def test_stop_during_the_start(tmp_path: Path) -> None:
     """A stop during the start of 64 workers has the usual exit code and line."""
     with running_cli("--nproc-per-node", 64, "--no-python", *noting(),
-                     env=notes(tmp_path)) as job:  # fmt: skip
+                     env={"NOTES": str(tmp_path)}) as job:  # fmt: skip
         job.wait_err("64 workers of bash")
         job.send(signal.SIGTERM)
         ended = job.ended()
@@ -287,8 +262,7 @@ def test_stop_during_the_start(tmp_path: Path) -> None:
 
 def test_workers_have_their_own_sessions(tmp_path: Path) -> None:
     """Signals of the terminal reach the launcher only, which stops the workers."""
-    with running_cli("--nproc-per-node", 2, "--no-python", *noting(), env=notes(tmp_path)) as job:
-        pids = until_sync(noted(tmp_path, 2))
+    with noted_job(tmp_path, 2, noting()) as (job, pids):
         assert [os.getpgid(pid) for pid in pids] == pids
         assert [os.getsid(pid) for pid in pids] == pids
         assert os.getsid(job.pid) == os.getsid(0)
@@ -305,9 +279,8 @@ def test_a_signal_that_the_parent_has_blocked_stops_the_job(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     """The mask of signals is inherited."""
-    with running_cli("--shutdown-timeout", 0.2, "--no-python", *SIGNAL_LOGGER,
-                     env=notes(tmp_path), preexec_fn=block_stops) as job:  # fmt: skip
-        until_sync(noted(tmp_path, 1))
+    job_of_one = noted_job(tmp_path, 1, SIGNAL_LOGGER, *AT_ONCE, preexec_fn=block_stops)
+    with job_of_one as (job, _):
         job.send(number)
         assert job.ended().code == 128 + number
 

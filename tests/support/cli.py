@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import elastic_aio
-from tests.support.children import DEADLINE_S, until_sync
+from tests.support.children import DEADLINE_S, noted, until_sync
 from tests.support.leaks import SESSION_VARIABLE
 
 REPOSITORY = Path(elastic_aio.__file__).parent.parent
@@ -67,6 +68,11 @@ def run_program(
     with running(argv, env=env, cwd=cwd, stdin=stdin, **popen) as program:
         code = program.wait(seconds)
         return Ended(code, program.out, program.err)
+
+
+async def run_beside(*words: object) -> Ended:
+    """Run `aio-elastic` with some arguments to its end, while the event loop runs."""
+    return await asyncio.to_thread(run_program, [*CLI, *map(str, words)])
 
 
 def run_cli(*args: object, **options: Any) -> Ended:
@@ -147,7 +153,7 @@ class Running:
 
 @contextmanager
 def running(
-    argv: Sequence[str],
+    argv: Sequence[object],
     *,
     env: Mapping[str, str | None] | None = None,
     cwd: str | Path | None = None,
@@ -193,6 +199,25 @@ def running(
 def running_cli(*args: object, **options: Any) -> Any:
     """Run `aio-elastic run` with some arguments while the block is open."""
     return running([*CLI, "run", *map(str, args)], **options)
+
+
+@contextmanager
+def noted_job(
+    directory: Path,
+    count: int,
+    worker: Sequence[str],
+    *options: object,
+    argv: Sequence[str] = (*CLI, "run"),
+    env: Mapping[str, str] | None = None,
+    **popen: Any,
+) -> Iterator[tuple[Running, list[int]]]:
+    """Run a job of workers that note their pids in `directory`, until all have.
+
+    Yield the launcher, and the pids by rank.  `argv` is the command before the options.
+    """
+    words = [*argv, "--nproc-per-node", count, *options, "--no-python", *worker]
+    with running(words, env={"NOTES": str(directory), **(env or {})}, **popen) as job:
+        yield job, until_sync(noted(directory, count))
 
 
 def _read(file: Any) -> str:
