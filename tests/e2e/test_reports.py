@@ -151,76 +151,31 @@ def test_signals_are_named(number: int, name: str, code: int) -> None:
     assert f"Signal {number} ({name}) received by PID " in ended.err
 
 
-BROKEN = {
-    "empty": "",
-    "cut": '{"message": {"message": "ValueEr',
-    "list": "[]",
-    "number": "3",
-    "no message": "{}",
-    "null": '{"message": null}',
-    "number as message": '{"message": 3}',
-    "no text in message": '{"message": {"message": {}, "extraInfo": 3}}',
-    "binary": "\x00\x01\x02",
-    "deep": "[" * 100_000,
-    "huge": '{"message": "' + "x" * 9_000_000 + '"}',
-}
-
-
-@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN.keys())
-async def test_a_broken_error_file_breaks_nothing(content: str, tmp_path: Path) -> None:
-    """An invalid error file is ignored: the worker has failed, and restarts continue."""
-    (tmp_path / "content").write_text(content)
-    script = 'cp "$NOTES/content" "$TORCHELASTIC_ERROR_FILE"; exit 7'
-    spec = LaunchSpec(
-        shell(script), env={"NOTES": str(tmp_path)}, max_restarts=1,
-        logs=LogSpec(log_dir=str(tmp_path / "logs")),
-    )  # fmt: skip
+async def failed(script: str, directory: Path, **settings: Any) -> JobFailed:
+    """Run a job of shell scripts, with logs, to its failure."""
+    logs = LogSpec(log_dir=str(directory / "logs"))
+    spec = LaunchSpec(shell(script), env={"NOTES": str(directory)}, logs=logs, **settings)
     with pytest.raises(JobFailed) as caught:
         await launch(spec)
-    assert (caught.value.result.exit_code, caught.value.result.restarts) == (7, 1)
-    error = caught.value.failures[0].error
-    if len(content) < 1_000_000:
-        assert error is None
-    else:  # an error that the worker has recorded, but that cannot be shown
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "make",
+    ['cp "$NOTES/cut"', 'cp "$NOTES/huge"', "mkdir", "mkfifo", "ln -s /nowhere", "ln -s /dev/zero"],
+)
+async def test_a_broken_error_file_breaks_nothing(make: str, tmp_path: Path) -> None:
+    """It is ignored if it is invalid or no regular file: the worker has failed, and restarts."""
+    (tmp_path / "cut").write_text('{"message": {"message": "ValueEr')
+    (tmp_path / "huge").write_text('{"message": "' + "x" * 9_000_000 + '"}')
+    end = await failed(f'{make} "$TORCHELASTIC_ERROR_FILE"; exit 7', tmp_path, max_restarts=1)
+    assert (end.result.exit_code, end.result.restarts) == (7, 1)
+    error = end.failures[0].error
+    if "huge" in make:  # an error that the worker has recorded, but that cannot be shown
         assert error is not None
         assert error.message.startswith("its error file is too large (9000015 bytes)")
-
-
-@pytest.mark.parametrize("make", ["mkdir", "mkfifo", "ln -s /nowhere", "ln -s /dev/zero"])
-async def test_an_error_file_that_is_not_a_regular_file(make: str, tmp_path: Path) -> None:
-    """A directory, a pipe or a link in its place is not read."""
-    spec = LaunchSpec(
-        shell(f'{make} "$TORCHELASTIC_ERROR_FILE"; exit 7'),
-        logs=LogSpec(log_dir=str(tmp_path / "logs")),
-    )
-    with pytest.raises(JobFailed) as caught:
-        await launch(spec)
-    assert caught.value.result.exit_code == 7
-    assert caught.value.failures[0].error is None
-
-
-async def test_forms_of_the_error_file(tmp_path: Path) -> None:
-    """A plain message and torch's form with odd times are both read."""
-    forms: list[tuple[dict[str, Any], str, str | None]] = [
-        ({"message": "plain", "timestamp": 5}, "plain", None),
-        ({"message": {"message": "m", "extraInfo": {}}}, "m", None),
-        ({"message": {"message": "m", "extraInfo": {"timestamp": "soon"}}}, "m", None),
-        ({"message": {"message": "m", "extraInfo": {"py_callstack": "stack"}}}, "m", "stack"),
-    ]
-    for document, message, traceback in forms:
-        (tmp_path / "content").write_text(json.dumps(document))
-        script = 'cp "$NOTES/content" "$TORCHELASTIC_ERROR_FILE"; exit 7'
-        spec = LaunchSpec(
-            shell(script),
-            env={"NOTES": str(tmp_path)},
-            logs=LogSpec(log_dir=str(tmp_path / "logs")),
-        )
-        with pytest.raises(JobFailed) as caught:
-            await launch(spec)
-        error = caught.value.failures[0].error
-        assert error is not None
-        assert (error.message, error.traceback) == (message, traceback)
-        assert abs(error.timestamp - time.time()) < 60 or document.get("timestamp") == 5
+    else:
+        assert error is None
 
 
 async def test_the_first_recorded_error_is_the_root(tmp_path: Path) -> None:
@@ -232,13 +187,7 @@ async def test_the_first_recorded_error_is_the_root(tmp_path: Path) -> None:
     fi
     until [ -e $NOTES/recorded ]; do :; done; sleep 0.02; exit 3
     """
-    spec = LaunchSpec(
-        shell(script), nproc_per_node=2, env={"NOTES": str(tmp_path)},
-        logs=LogSpec(log_dir=str(tmp_path / "logs")),
-    )  # fmt: skip
-    with pytest.raises(JobFailed) as caught:
-        await launch(spec)
-    root, other = caught.value.failures
+    root, other = (await failed(script, tmp_path, nproc_per_node=2)).failures
     assert (root.rank, root.is_victim) == (1, False)
     assert root.error is not None
     assert root.error.message == "boom"
@@ -412,16 +361,11 @@ async def test_an_error_recorded_because_of_the_stop_is_no_root(tmp_path: Path) 
     fi
     until [ -e $NOTES/ready ]; do :; done; exit 3
     """
-    spec = LaunchSpec(
-        shell(script), nproc_per_node=2, env={"NOTES": str(tmp_path)},
-        logs=LogSpec(log_dir=str(tmp_path / "logs")),
-    )  # fmt: skip
-    with pytest.raises(JobFailed) as caught:
-        await launch(spec)
-    root, other = caught.value.failures
+    end = await failed(script, tmp_path, nproc_per_node=2)
+    root, other = end.failures
     assert (root.rank, root.is_victim) == (0, False)
     assert (other.rank, other.is_victim) == (1, True)
-    assert caught.value.result.exit_code == 3
+    assert end.result.exit_code == 3
 
 
 async def test_an_oom_kill_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
