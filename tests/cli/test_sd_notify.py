@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import select
 import signal
 import socket
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ import pytest
 from elastic_aio.cli.sd_notify import ServiceNotifier
 from elastic_aio.events import JobStarted
 from elastic_aio.node_events import RoundForming
-from tests.support.children import DEADLINE_S
+from tests.support.children import DEADLINE_S, until
 from tests.support.cli import run_cli, running_cli
 
 BASH = ["--no-python", "bash", "-c"]
@@ -37,6 +37,13 @@ class Manager:
         """Return the messages up to the first one with a field."""
         messages = [self.read()]
         while name not in messages[-1]:
+            messages.append(self.read())
+        return messages
+
+    def read_all(self) -> list[dict[str, str]]:
+        """Return the messages that are there."""
+        messages = []
+        while select.select([self.socket], [], [], 0)[0]:
             messages.append(self.read())
         return messages
 
@@ -92,22 +99,26 @@ def test_a_manager_that_is_gone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "watchdog"),
+    ("env", "is_watched"),
     [
-        ({"NOTIFY_SOCKET": "@a"}, None),
-        ({"NOTIFY_SOCKET": "/a", "WATCHDOG_USEC": "3000000"}, 3.0),
-        ({"NOTIFY_SOCKET": "/a", "WATCHDOG_USEC": "3000000", "WATCHDOG_PID": "7"}, 3.0),
-        ({"NOTIFY_SOCKET": "/a", "WATCHDOG_USEC": "3000000", "WATCHDOG_PID": "8"}, None),
-        ({"NOTIFY_SOCKET": "/a", "WATCHDOG_USEC": "x"}, None),
-        ({"NOTIFY_SOCKET": "/a", "WATCHDOG_USEC": "0"}, None),
+        ({}, False),
+        ({"WATCHDOG_USEC": "3000000"}, True),
+        ({"WATCHDOG_USEC": "3000000", "WATCHDOG_PID": "7"}, True),
+        ({"WATCHDOG_USEC": "3000000", "WATCHDOG_PID": "8"}, False),
+        ({"WATCHDOG_USEC": "x"}, False),
+        ({"WATCHDOG_USEC": "0"}, False),
     ],
 )
-def test_the_variables_are_taken(env: dict[str, str], watchdog: float | None) -> None:
+async def test_the_variables_are_taken(
+    env: dict[str, str], is_watched: bool, manager: Manager
+) -> None:
+    """The first sign for the watchdog comes at once."""
+    env = {**env, "NOTIFY_SOCKET": manager.address}
     notifier = ServiceNotifier.take(env, pid=7)
     assert notifier is not None
-    assert notifier._watchdog == watchdog
     assert env == {}
-    notifier.__exit__()
+    with notifier:
+        assert manager.read_all() == ([{"WATCHDOG": "1"}] if is_watched else [])
 
 
 @pytest.mark.parametrize("address", ["", "vsock:2:1234", "relative"])
@@ -122,15 +133,10 @@ async def test_a_node_that_waits_gets_time(manager: Manager) -> None:
     forming = RoundForming(round=0, joined=1, minimum=2, maximum=2)
     for event in (started, *[forming] * 5000):
         notifier(event)
-    assert notifier._unsent
-    message = manager.read_until("EXTEND_TIMEOUT_USEC")[-1]
-    assert message["EXTEND_TIMEOUT_USEC"] == "120000000"
-    assert message["STATUS"].startswith("waiting for nodes: 1 node present")
-    manager.socket.setblocking(False)
-    with contextlib.suppress(BlockingIOError):
-        while manager.read():
-            pass
-    notifier._retry()
-    assert manager.read()["STATUS"].startswith("waiting for nodes")
-    assert not notifier._unsent
+    first, *_, last = manager.read_all()
+    assert first["STATUS"].startswith("run ")
+    assert last["EXTEND_TIMEOUT_USEC"] == "120000000"
+    assert last["STATUS"].startswith("waiting for nodes: 1 node present")
+    (unsent,) = await until(manager.read_all)
+    assert unsent["STATUS"] == last["STATUS"]
     notifier.__exit__()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvloop
@@ -17,21 +17,34 @@ from elastic_aio.cli.store import main_store
 from elastic_aio.errors import StoreRefused
 from elastic_aio.store import StoreServer, connect
 from tests.support.certificates import Authority
-
-PROGRAM = (
-    "import sys; from elastic_aio.cli.store import main_store; sys.exit(main_store(sys.argv[1:]))"
-)
+from tests.support.children import DEADLINE_S, line_from
+from tests.support.cli import CLI, Ended, Running, run_beside, run_program, running
 
 
-async def start(*arguments: str) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        PROGRAM,
-        *arguments,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
+def serve(*words: object, host: str = "127.0.0.1", **options: Any) -> Any:
+    """Run a store at a free port while the block is open."""
+    return running([*CLI, "store", "--host", host, "--port", 0, *words], **options)
+
+
+def announced(store: Running) -> tuple[str, str]:
+    """Return the endpoint of a store, and who has access."""
+    match = store.wait_out(r"^store listening on (\S+) \((.*)\)$")
+    return match[1], match[2]
+
+
+def ping(*words: object) -> Ended:
+    return run_program([*CLI, "store", "ping", *map(str, words)])
+
+
+def send_request(endpoint: str) -> None:
+    """Send what no client of a store sends, and wait until the store has dropped it."""
+    host, _, port = endpoint.rpartition(":")
+    with socket.create_connection((host, int(port)), DEADLINE_S) as sock:
+        sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        try:
+            assert sock.recv(1) == b""
+        except ConnectionError:
+            pass
 
 
 @pytest.mark.e2e
@@ -40,67 +53,50 @@ async def test_serves_until_a_signal(tmp_path: Path, number: int) -> None:
     """It prints its endpoint, serves clients, and exits with code 0."""
     token = tmp_path / "token"
     token.write_text("secret-of-this-test\n")
-    process = await start("--host", "127.0.0.1", "--port", "0", "--token-file", str(token))
-    assert process.stdout is not None
-    line = (await process.stdout.readline()).decode()
-    assert line.endswith("(with a token)\n")
-    endpoint = line.split()[3]
-    async with connect(endpoint, token="secret-of-this-test", reconnect_for=0) as store:
-        assert await store.add("n") == 1
-        probe = await start("ping", endpoint, "--token-file", str(token))
-        out, err = await probe.communicate()
-        assert (probe.returncode, err) == (0, b"")
-        assert b"(elastic_aio)" in out
-        wrong = await start("ping", endpoint)
-        out, err = await wrong.communicate()
-        assert (wrong.returncode, out) == (1, b"")
-        assert err == b"aio-elastic store ping: the store asks for a token\n"
-        os.kill(process.pid, number)
-        out, err = await process.communicate()
-    assert (process.returncode, out, err) == (0, b"", b"")
+    with serve("--token-file", token) as program:
+        endpoint, access = announced(program)
+        assert access == "with a token"
+        async with connect(endpoint, token="secret-of-this-test", reconnect_for=0) as store:
+            assert await store.add("n") == 1
+            probe = ping(endpoint, "--token-file", token)
+            assert (probe.code, probe.err) == (0, "")
+            assert "(elastic_aio)" in probe.out
+            line = "aio-elastic store ping: the store asks for a token\n"
+            assert ping(endpoint) == Ended(1, "", line)
+            program.send(number)
+            ended = program.ended()
+    assert (ended.code, ended.out.count("\n"), ended.err) == (0, 1, "")
 
 
 @pytest.mark.e2e
-async def test_dropped_connections_are_printed() -> None:
+def test_dropped_connections_are_printed() -> None:
     """One line for each connection that violates the protocol."""
-    process = await start("--port", "0", "--host", "*")
-    assert process.stdout is not None
-    assert process.stderr is not None
-    port = (await process.stdout.readline()).decode().split()[3].rpartition(":")[2]
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(port))
-    writer.write(b"GET / HTTP/1.1\r\n\r\n")
-    line = await process.stderr.readline()
-    assert b"does not begin like a TCPStore client" in line
-    writer.close()
-    process.terminate()
-    await process.communicate()
-    assert reader is not None
+    with serve(host="*") as program:
+        endpoint, _ = announced(program)
+        send_request("127.0.0.1:" + endpoint.rpartition(":")[2])
+        program.wait_err("does not begin like a TCPStore client")
 
 
 @pytest.mark.e2e
 async def test_an_unread_stderr_blocks_nothing() -> None:
     """Connections whose lines do not fit into the pipe are counted, and the store serves on."""
-    process = await start("--port", "0", "--host", "127.0.0.1", "--max-mib", "1")
-    assert process.stdout is not None
-    assert process.stderr is not None
-    endpoint = (await process.stdout.readline()).decode().split()[3]
-    process.stderr._transport.pause_reading()  # type: ignore[attr-defined]  # a read transport
-    for _ in range(2000):
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.split(":")[1]))
-        writer.write(b"GET / HTTP/1.1\r\n\r\n")
-        with contextlib.suppress(ConnectionError):
-            await reader.read()
-        writer.close()
-    async with connect(endpoint, timeout=5, reconnect_for=0) as store:
-        assert await store.add("n") == 1
-        with pytest.raises(StoreRefused, match="its limit is 1048576 bytes"):
-            await store.set("k", bytes(1 << 20))
-        process.stderr._transport.resume_reading()  # type: ignore[attr-defined]
-        lines = [await process.stderr.readline() for _ in range(100)]
-        assert all(b"does not begin like a TCPStore client" in line for line in lines)
-    process.terminate()
-    await process.communicate()
-    assert process.returncode == 0
+    reading, writing = os.pipe()
+    try:
+        with serve("--max-mib", 1, stderr=writing) as program:
+            os.close(writing)
+            endpoint, _ = announced(program)
+            for _ in range(2000):
+                send_request(endpoint)
+            async with connect(endpoint, timeout=5, reconnect_for=0) as store:
+                assert await store.add("n") == 1
+                with pytest.raises(StoreRefused, match="its limit is 1048576 bytes"):
+                    await store.set("k", bytes(1 << 20))
+            for _ in range(100):
+                assert "does not begin like a TCPStore client" in line_from(reading)
+            program.send(signal.SIGTERM)
+            assert program.wait() == 0
+    finally:
+        os.close(reading)
 
 
 @pytest.mark.parametrize(
@@ -141,11 +137,10 @@ def test_errors_are_one_line(
 async def test_a_port_in_use() -> None:
     """The error is one line, and no endpoint is printed."""
     async with StoreServer("127.0.0.1") as server:
-        process = await start("--host", "127.0.0.1", "--port", str(server.port))
-        out, err = await process.communicate()
+        ended = await run_beside("store", "--host", "127.0.0.1", "--port", server.port)
         where = f"127.0.0.1:{server.port}"
-    assert (process.returncode, out) == (2, b"")
-    assert err.decode() == f"aio-elastic store: cannot listen on {where}: Address already in use\n"
+    problem = f"cannot listen on {where}: Address already in use"
+    assert ended == Ended(2, "", f"aio-elastic store: {problem}\n")
 
 
 def test_the_loop_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,29 +154,21 @@ def test_the_loop_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("client_auth", "access"), [(None, "with TLS and a client certificate"), ("no", "with TLS")]
 )
-async def test_serves_over_tls(authority: Authority, client_auth: str | None, access: str) -> None:
+def test_serves_over_tls(authority: Authority, client_auth: str | None, access: str) -> None:
     """A probe with the options of a client reaches it; dropped ones are printed."""
     tls = authority.issue()
     files = [f"--tls-{name}={getattr(tls, name)}" for name in ("cert", "key", "ca")]
     more = [] if client_auth is None else ["--tls-client-auth", client_auth]
-    process = await start("--host", "127.0.0.1", "--port", "0", *files, *more)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    line = (await process.stdout.readline()).decode()
-    assert line.endswith(f"({access})\n")
-    endpoint = line.split()[3]
-    own = files[2:] if client_auth else files
-    probe = await start("ping", endpoint, *own)
-    out, err = await probe.communicate()
-    assert (probe.returncode, err) == (0, b"")
-    assert b"(elastic_aio)" in out
-    probe = await start("ping", endpoint)
-    out, err = await probe.communicate()
-    assert (probe.returncode, out) == (1, b"")
-    assert err.startswith(b"aio-elastic store ping: the store speaks TLS: give tls_ca")
-    assert b"does not speak TLS, which this store requires" in await process.stderr.readline()
-    process.terminate()
-    await process.communicate()
+    with serve(*files, *more) as program:
+        endpoint, shown = announced(program)
+        assert shown == access
+        probe = ping(endpoint, *(files[2:] if client_auth else files))
+        assert (probe.code, probe.err) == (0, "")
+        assert "(elastic_aio)" in probe.out
+        probe = ping(endpoint)
+        assert (probe.code, probe.out) == (1, "")
+        assert probe.err.startswith("aio-elastic store ping: the store speaks TLS: give tls_ca")
+        program.wait_err("does not speak TLS, which this store requires")
 
 
 @pytest.mark.parametrize("command", [[], ["ping", "localhost:1"]])

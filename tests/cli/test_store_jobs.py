@@ -1,18 +1,27 @@
-"""`aio-elastic jobs` and `aio-elastic gc`, and the errors of all commands that ask a store."""
+"""`aio-elastic events`, `jobs` and `gc`: the commands that ask a store, and their errors."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import sys
+import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
 
 import pytest
 
+from elastic_aio import Event, JobFinished, WorkerStarted
 from elastic_aio.cli import main
 from elastic_aio.discovery.runs import enter_run, restore_end, run_store
 from elastic_aio.outcome import JobOutcome, JobState
+from elastic_aio.rendezvous.event_stream import EventStreamWriter
 from elastic_aio.store import StoreServer, connect
+from tests.support.children import until
+from tests.support.cli import CLI, Ended, Running, run_beside, run_program, running
+from tests.support.sockets import free_port
 
 HOUR = 3600.0
 
@@ -28,16 +37,11 @@ async def end_job(endpoint: str, run_id: str, seconds_ago: float | None) -> None
             await restore_end(run_store(store, run_id, record), outcome, time.time() - seconds_ago)
 
 
-async def run(*arguments: str) -> list[str]:
+async def run(*words: str) -> list[str]:
     """Run a sub-command that succeeds; return its lines."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "elastic_aio", *arguments),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    out, err = await process.communicate()
-    assert (process.returncode, err) == (0, b"")
-    return out.decode().splitlines()
+    ended = await run_beside(*words)
+    assert (ended.code, ended.err) == (0, "")
+    return ended.out.splitlines()
 
 
 @pytest.mark.slow
@@ -74,6 +78,117 @@ async def test_what_is_over_is_removed() -> None:
         assert gone.startswith("removed gone: lost, ")
         assert await run("jobs", *at) == ["no job is at this store"]
         assert await run("jobs", "--json", *at) == []
+
+
+NOW = 1_700_000_000.5
+WORKER = WorkerStarted(rank=1, local_rank=1, pid=7, node="box", time=NOW)
+DONE = JobFinished(
+    state=JobState.SUCCEEDED,
+    why="done",
+    exit_code=0,
+    duration=1.0,
+    restarts=0,
+    node="box",
+    time=NOW + 1,
+)
+
+
+def at(seconds: float) -> str:
+    """Return Unix seconds as the command prints them: in local time."""
+    return f"{datetime.fromtimestamp(int(seconds))}"  # noqa: DTZ006  # local time is meant
+
+
+async def write(server: StoreServer, *events: Event, token: str | None = None) -> None:
+    async with connect(server.endpoint, token=token) as store:
+        entry = await enter_run(store, "mine", job="j", reuse=False)
+        assert entry is not None
+        record, _ = entry
+        await EventStreamWriter(run_store(store, "mine", record)).write(events)
+
+
+@contextmanager
+def following(endpoint: str, *options: str) -> Iterator[Running]:
+    """Run `aio-elastic events` while the block is open."""
+    with running([*CLI, "events", "--rdzv-endpoint", endpoint, *options]) as program:
+        yield program
+
+
+@pytest.mark.slow
+async def test_events_are_printed_to_the_end_of_the_job() -> None:
+    """Each event is a line as it happens; the exit code is 0 when the job has finished."""
+    async with StoreServer("127.0.0.1") as server:
+        with following(server.endpoint, "--rdzv_id=mine") as program:
+            waiting = "aio-elastic events: no events of run 'mine' yet: waiting\n"
+            await until(lambda: program.err == waiting)
+            await write(server, WORKER)
+            first = f"{at(NOW)}  box: rank 1 started (pid 7)\n"
+            await until(lambda: program.out == first)
+            await write(server, DONE)
+            ended = await asyncio.to_thread(program.ended)
+    last = f"{at(NOW + 1)}  box: job succeeded after 1 s: done\n"
+    assert ended == Ended(0, first + last, waiting)
+
+
+@pytest.mark.slow
+async def test_lines_of_json_from_a_cursor(tmp_path: Path) -> None:
+    """`--json --after 0` starts at the second event; the token comes from a file."""
+    token = tmp_path / "token"
+    token.write_text("secret-of-this-test\n")
+    async with StoreServer("127.0.0.1", token="secret-of-this-test") as server:
+        await write(server, WORKER, WORKER, DONE, token="secret-of-this-test")
+        words = ["events", "--rdzv-endpoint", server.endpoint, "--rdzv-id", "mine"]
+        lines = await run(*words, "--token-file", str(token), "--json", "--after", "0")
+        refused = await run_beside(*words)
+    assert refused == Ended(1, "", "aio-elastic events: the store asks for a token\n")
+    events = [json.loads(line) for line in lines]
+    assert [event["event"] for event in events] == ["WorkerStarted", "JobFinished"]
+    assert [event["seq"] for event in events] == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_ends_it_quietly(number: int) -> None:
+    """No traceback is printed."""
+    async with StoreServer("127.0.0.1") as server:
+        await write(server, WORKER)
+        with following(server.endpoint, "--rdzv-id=mine") as program:
+            await until(lambda: program.out)
+            program.send(number)
+            ended = await asyncio.to_thread(program.ended)
+    assert (ended.code, ended.out.count("\n"), ended.err) == (128 + number, 1, "")
+
+
+@pytest.mark.slow
+async def test_a_closed_pipe_ends_it_quietly() -> None:
+    """`aio-elastic events ... | head -1` prints no error."""
+    script = '"$@" | head -1; echo ${PIPESTATUS[0]}'
+    async with StoreServer("127.0.0.1") as server:
+        await write(server, WORKER)
+        words = [*CLI, "events", "--rdzv-endpoint", server.endpoint, "--rdzv-id", "mine"]
+        argv = ["bash", "-c", script, "bash", *words]
+        # Only a write after the exit of `head` fails, so events are written until then.
+        ending = asyncio.ensure_future(asyncio.to_thread(run_program, argv))
+        while not ending.done():
+            await write(server, WORKER)
+        ended = await ending
+    assert ended == Ended(0, f"{at(NOW)}  box: rank 1 started (pid 7)\n141\n", "")
+
+
+@pytest.mark.slow
+def test_a_search_for_a_store_is_reported() -> None:
+    """Long before it ends."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    with following(endpoint, "--timeout", "300") as program:
+        program.wait_err("\n")
+        assert program.err == (
+            f"aio-elastic events: no store answers yet at {endpoint}, the search takes up to 300 s"
+            " (--timeout)\n"
+        )
+        program.send(signal.SIGINT)
+        assert program.wait() == 130
+
+
+# ------------------------------------------------------------------ mistakes
 
 
 COMMANDS = ("events", "jobs", "gc")
