@@ -56,6 +56,13 @@ def noting_spec(directory: Path, entrypoint: list[str], **settings: Any) -> Laun
     return LaunchSpec(entrypoint, env={"NOTES": str(directory)}, **settings)
 
 
+async def cancelled(task: asyncio.Future[Any]) -> None:
+    """Cancel a job, and wait for its end."""
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
 async def test_success(tmp_path: Path) -> None:
     """The result has the status, the duration and the output of each worker."""
     logs = LogSpec(log_dir=str(tmp_path), redirects=3)
@@ -99,9 +106,7 @@ async def test_cancellation_runs_the_stop_plan_first(tmp_path: Path) -> None:
     """A cancelled launch raises after its workers have handled SIGTERM and exited."""
     task = asyncio.ensure_future(launch(noting_spec(tmp_path, POLITE, nproc_per_node=2)))
     pids = await until(noted(tmp_path, 2))
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    await cancelled(task)
     assert sorted((tmp_path / "stopped").read_text().split()) == ["0", "1"]
     assert not any(map(alive, pids))
 
@@ -119,9 +124,7 @@ async def test_cancellation_twice(tmp_path: Path) -> None:
     await until(noted(tmp_path, 1))
     task.cancel()
     await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    await cancelled(task)
     assert (tmp_path / "stopped").exists()
 
 
@@ -232,9 +235,7 @@ async def test_user_signals_are_forwarded(tmp_path: Path) -> None:
         await until(lambda name=name: log.exists() and log.read_text().count(name) == 2)  # type: ignore[misc]  # bound now
     assert log.read_text().split() == ["SIGUSR1", "SIGUSR1", "SIGUSR2", "SIGUSR2"]
     assert all(map(alive, pids))
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    await cancelled(task)
 
 
 async def test_chosen_signals(tmp_path: Path) -> None:
@@ -249,9 +250,7 @@ async def test_chosen_signals(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGHUP)
         await until(lambda: received)
         assert not task.done()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await cancelled(task)
     finally:
         signal.signal(signal.SIGHUP, former)
 
@@ -270,9 +269,7 @@ async def test_two_jobs_share_the_signals(first: int, tmp_path: Path) -> None:
         logs.append(tmp_path / name / "log")
     os.kill(os.getpid(), signal.SIGUSR1)
     await until(lambda: [log.exists() and log.read_text() for log in logs] == ["SIGUSR1\n"] * 2)
-    jobs[first].cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await jobs[first]
+    await cancelled(jobs[first])
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(JobStopped, match="SIGTERM"):
         await jobs[1 - first]
@@ -302,9 +299,7 @@ async def test_handlers_are_restored(ending: str, tmp_path: Path) -> None:
         else:
             task = asyncio.ensure_future(launch(noting_spec(tmp_path, noting()), signals=True))
             await until(noted(tmp_path, 1))
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
+            await cancelled(task)
         assert {number: signal.getsignal(number) for number in HANDLED} == dict.fromkeys(
             HANDLED, handler
         )
@@ -319,9 +314,7 @@ async def test_without_signals_no_handler_is_touched(tmp_path: Path) -> None:
     task = asyncio.ensure_future(launch(noting_spec(tmp_path, noting())))
     await until(noted(tmp_path, 1))
     assert {number: signal.getsignal(number) for number in HANDLED} == before
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    await cancelled(task)
 
 
 async def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:

@@ -232,30 +232,23 @@ def test_the_health_check_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.return_values == {0: b"running\n"}
 
 
-def test_a_health_check_without_a_port(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("port", "warning"),
+    [
+        ("none", "must be a port"),
+        ("8080", "needs the extra http: pip install"),
+        ("taken", "cannot listen: address already in use (got '127.0.0.1:"),
+    ],
+)
+def test_a_job_goes_on_without_its_health_check(
+    port: str, warning: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As in torch the job goes on without one."""
-    monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", "none")
-    assert not agent(nproc=1).run().is_failed()
-    assert "TORCHELASTIC_HEALTH_CHECK_PORT: must be a port" in caplog.text
-
-
-def test_a_health_check_without_its_extra(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", "8080")
-    monkeypatch.setitem(sys.modules, "starlette", None)
-    assert not agent(nproc=1).run().is_failed()
-    assert "TORCHELASTIC_HEALTH_CHECK_PORT: needs the extra http: pip install" in caplog.text
-
-
-def test_a_health_check_whose_port_is_in_use(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """By a second agent of the host, for example: the job goes on."""
+    """As in torch; a second agent of the host may have the port."""
+    if port == "8080":
+        monkeypatch.setitem(sys.modules, "starlette", None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", str(taken.getsockname()[1]))
+        text = str(taken.getsockname()[1]) if port == "taken" else port
+        monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", text)
         assert not agent(nproc=1).run().is_failed()
-    (warning,) = (one.message for one in caplog.records if "HEALTH_CHECK" in one.message)
-    assert "CHECK_PORT: cannot listen: address already in use (got '127.0.0.1:" in warning
+    (shown,) = (one.message for one in caplog.records if "HEALTH_CHECK" in one.message)
+    assert f"TORCHELASTIC_HEALTH_CHECK_PORT: {warning}" in shown

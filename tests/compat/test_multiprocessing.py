@@ -30,6 +30,7 @@ from elastic_aio.compat.torch.multiprocessing import (
     ProcessContext,
     ProcessExitedException,
     ProcessRaisedException,
+    RunProcsResult,
     SignalException,
     SpawnContext,
     Std,
@@ -54,6 +55,13 @@ def started(entrypoint: Any, *rows: tuple[Any, ...], **settings: Any) -> PContex
     return start_processes("trainer", entrypoint, dict(enumerate(rows)), **settings)
 
 
+def result_of(context: PContext) -> RunProcsResult:
+    """Wait for the end."""
+    result = context.wait()
+    assert result is not None
+    return result
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_functions(method: Any, tmp_path: Path) -> None:
     """The context ends itself after the result; `wait` returns the same one again."""
@@ -67,8 +75,7 @@ def test_functions(method: Any, tmp_path: Path) -> None:
         start_method=method,
     )
     assert isinstance(context, MultiprocessContext)
-    result = context.wait()
-    assert result is not None
+    result = result_of(context)
     assert not result.is_failed()
     assert result.return_values == {0: ((1,), "a", None), 1: ((2,), "b", None)}
     assert Path(result.stdouts[1]).read_text() == "out 2\n"
@@ -83,8 +90,7 @@ def test_a_program(tmp_path: Path) -> None:
     envs = {0: {"TORCHELASTIC_RUN_ID": "job"}, 1: {"TORCHELASTIC_RUN_ID": "job"}}
     context = started("echo", (1, [2]), ("x",), envs=envs, logs_specs=logs)
     assert isinstance(context, SubprocessContext)
-    result = context.wait()
-    assert result is not None
+    result = result_of(context)
     assert result.return_values == {0: None, 1: None}
     assert result.stdouts[0] == ""
     path = Path(result.stdouts[1])
@@ -98,13 +104,11 @@ def test_numa_options_bind_each_process(tmp_path: Path) -> None:
     """Functions and programs, before they run; as torch's object, or by the name of the mode."""
     bound = worker_cpus(LaunchSpec("x.py", nproc_per_node=2, numa_binding="cpu"), 2)
     options = SimpleNamespace(affinity_mode=SimpleNamespace(value="cpu"))
-    result = started(os.sched_getaffinity, (0,), (0,), numa_options=options).wait()
-    assert result is not None
+    result = result_of(started(os.sched_getaffinity, (0,), (0,), numa_options=options))
     assert result.return_values == dict(enumerate(bound))
     words = ("Cpus_allowed_list", "/proc/self/status")
     logs = DefaultLogsSpecs(str(tmp_path), redirects=Std.OUT)
-    result = started("grep", words, words, numa_options="cpu", logs_specs=logs).wait()
-    assert result is not None
+    result = result_of(started("grep", words, words, numa_options="cpu", logs_specs=logs))
     for rank, cpus in enumerate(bound):
         assert Path(result.stdouts[rank]).read_text().split()[1] == format_cpus(cpus)
     with pytest.raises(ValueError, match="numa_binding: must be 'node', "):
@@ -139,8 +143,7 @@ def test_filters_copy_lines(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
 def test_the_first_failure_of_a_program_is_the_root_cause() -> None:
     """Siblings that were stopped follow."""
     context = started("bash", ("-c", "sleep 99"), ("-c", "exit 3"))
-    result = context.wait()
-    assert result is not None
+    result = result_of(context)
     assert result.return_values == {}
     assert [(rank, item.exitcode) for rank, item in result.failures.items()] == [(1, 3), (0, -15)]
     assert result.failures[0].message.startswith("Signal 15 (SIGTERM) received by PID ")
@@ -159,8 +162,7 @@ def test_of_functions_one_failure_is_reported(method: Any, tmp_path: Path) -> No
         logs_specs=DefaultLogsSpecs(str(tmp_path)),
         start_method=method,
     )
-    result = context.wait()
-    assert result is not None
+    result = result_of(context)
     (failure,) = result.failures.values()
     assert failure.local_rank == 1
     assert failure.exitcode == 1
@@ -172,8 +174,7 @@ def test_of_functions_one_failure_is_reported(method: Any, tmp_path: Path) -> No
 
 def test_an_error_without_a_file_is_known_too() -> None:
     """The result of a function has it."""
-    result = started(functions.raise_error, ("boom",)).wait()
-    assert result is not None
+    result = result_of(started(functions.raise_error, ("boom",)))
     assert result.failures[0].error_file == "<N/A>"
     assert result.failures[0].message["message"] == "ValueError: boom"
 
@@ -181,8 +182,7 @@ def test_an_error_without_a_file_is_known_too() -> None:
 def test_a_broken_error_file_is_no_error_of_ours(tmp_path: Path) -> None:
     """The process has failed, and that is the result."""
     script = 'echo "{broken" > "$TORCHELASTIC_ERROR_FILE"; exit 4'
-    result = started("bash", ("-c", script), logs_specs=DefaultLogsSpecs(str(tmp_path))).wait()
-    assert result is not None
+    result = result_of(started("bash", ("-c", script), logs_specs=DefaultLogsSpecs(str(tmp_path))))
     assert result.failures[0].exitcode == 4
     assert result.failures[0].error_file == "<N/A>"
 
@@ -197,8 +197,7 @@ def test_wait_and_close() -> None:
     context.close(signal.SIGINT, timeout=30)
     assert not any(map(alive, pids.values()))
     assert context.pids() == pids
-    result = context.wait()
-    assert result is not None
+    result = result_of(context)
     assert {item.signal_name() for item in result.failures.values()} == {"SIGINT"}
     context.close()
 
@@ -268,8 +267,7 @@ def test_a_context_starts_once() -> None:
 
 def test_no_process() -> None:
     """An empty group has succeeded; so have no processes of `spawn`."""
-    result = started(print).wait()
-    assert result is not None
+    result = result_of(started(print))
     assert result.return_values == {}
     assert spawn(print, nprocs=0) is None
     context = spawn(print, nprocs=0, join=False)
