@@ -11,7 +11,7 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -54,7 +54,7 @@ from elastic_aio.control.server import ControlServer
 from elastic_aio.control.session import refuse
 from elastic_aio.control.sockets import CONTROL_DIR
 from elastic_aio.outcome import JobState
-from tests.support.children import DEADLINE_S, SLEEPER, noting, shell, until
+from tests.support.children import DEADLINE_S, SLEEPER, noting, shell, until, until_ready
 from tests.support.control import own_control_dir, sockets
 from tests.support.leaks import leaked_processes
 
@@ -78,24 +78,14 @@ async def in_thread(function: Callable[..., T], *args: Any) -> T:
 async def controlled(
     argv: list[str] = SLEEPER,
     *,
-    connections_max: int = 64,
-    watched_after: float = 10.0,
-    remade_after: float = 1.0,
     on_unavailable: Callable[[str], None] = print,
+    limits: Mapping[str, Any] = {},
     **settings: Any,
 ) -> AsyncIterator[tuple[Agent, ControlServer]]:
     """Run a job with a control socket; yield its agent and the server, when all workers run."""
     async with Agent(LaunchSpec(argv, **settings)) as agent:
-        async for _ in agent.events():
-            if agent.status(usage=False).is_ready:
-                break
-        server = ControlServer(
-            agent,
-            on_unavailable,
-            connections_max=connections_max,
-            watched_after=watched_after,
-            remade_after=remade_after,
-        )
+        await until_ready(agent)
+        server = ControlServer(agent, on_unavailable, **limits)
         server.open()
         try:
             yield agent, server
@@ -236,9 +226,7 @@ def exchange(path: str, request: bytes) -> bytes:
         try:
             sock.sendall(request)
             return b"".join(iter(partial(sock.recv, 65536), b""))
-        except ConnectionResetError:
-            return b""
-        except BrokenPipeError:
+        except (ConnectionResetError, BrokenPipeError):
             return b""
 
 
@@ -266,7 +254,7 @@ async def test_clients_that_break_off_leave_nothing() -> None:
 
 
 async def test_too_many_connections_are_refused() -> None:
-    async with controlled(connections_max=2) as (_, server):
+    async with controlled(limits={"connections_max": 2}) as (_, server):
         with ControlClient(server.path) as first, ControlClient(server.path) as second:
             for client in first, second:
                 client.send(AwaitEnd())
@@ -344,7 +332,7 @@ async def test_a_directory_that_cannot_be_made_costs_the_job_nothing(
 @pytest.mark.parametrize("way", ["removed", "moved"])
 async def test_a_socket_that_is_lost_is_made_anew(directory: Path, way: str) -> None:
     """With its directory, which goes at the logout of the user; connections go on."""
-    async with controlled(watched_after=0.0, remade_after=0.01) as (_, server):
+    async with controlled(limits={"watched_after": 0.0, "remade_after": 0.01}) as (_, server):
         # A socket that was made anew is watched without the seconds of a short job.
         server.watched_after = DEADLINE_S
         first = server.path
@@ -366,7 +354,7 @@ async def test_a_socket_that_is_lost_is_made_anew(directory: Path, way: str) -> 
 
 
 async def test_a_socket_that_is_lost_before_it_is_watched_is_made_anew() -> None:
-    async with controlled(watched_after=0.1, remade_after=0.0) as (_, server):
+    async with controlled(limits={"watched_after": 0.1, "remade_after": 0.0}) as (_, server):
         first = server.path
         os.unlink(first)
         await until(lambda: server.path not in ("", first))
@@ -384,7 +372,8 @@ async def test_a_socket_that_cannot_be_made_anew_is_reported_once(
 ) -> None:
     """The job goes on without; other changes of the file are none of these."""
     problems: list[str] = []
-    job = controlled(watched_after=0.0, remade_after=0.0, on_unavailable=problems.append)
+    limits = {"watched_after": 0.0, "remade_after": 0.0}
+    job = controlled(on_unavailable=problems.append, limits=limits)
     async with job as (agent, server):
         os.chmod(server.path, 0o700)
         monkeypatch.setenv(CONTROL_DIR, str(directory / "missing" / "more"))

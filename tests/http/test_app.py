@@ -24,7 +24,7 @@ from elastic_aio.http import status_app
 from elastic_aio.http.app import LOG_MAX, READERS_MAX
 from elastic_aio.http.server import ListenedJob
 from elastic_aio.logs.trimmer import free_range
-from tests.support.children import DEADLINE_S, SLEEPER, until
+from tests.support.children import DEADLINE_S, SLEEPER, until, until_ready
 
 STARTED = JobStarted(entrypoint="x", nproc_per_node=1, nnodes="1", max_restarts=0, agent_pid=1)
 
@@ -159,9 +159,7 @@ async def test_the_program_of_the_guide() -> None:
     exec(source, program)
     agent, app = program["agent"], program["app"]
     async with app.router.lifespan_context(app):
-        async for _ in agent.events():
-            if agent.status().is_ready:
-                break
+        await until_ready(agent)
         answer = await ask(app, "/job/readyz")
         assert (answer.status_code, answer.text) == (200, "running\n")
     answer = await ask(app, "/job/readyz")
@@ -181,9 +179,7 @@ async def test_the_pages_of_an_agent_in_another_app() -> None:
     assert await read("/job/readyz") == (503, "starting\n")
     assert (await read("/job/events"))[0] == 503
     async with agent:
-        async for _ in agent.events():
-            if agent.status().is_ready:
-                break
+        await until_ready(agent)
         assert await read("/job/readyz") == (200, "running\n")
         status = json.loads((await read("/job/status"))[1])
         assert {one["rank"]: one["pid"] for one in status["workers"]} == agent.pids()

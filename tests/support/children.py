@@ -23,6 +23,7 @@ from tests.support.leaks import alive
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from elastic_aio import Agent
     from elastic_aio.process.children import Child, ChildExit
 
 T = TypeVar("T")
@@ -99,6 +100,13 @@ async def until(condition: Callable[[], T], what: str = "") -> T:
         assert time.monotonic() < end, f"timed out: {what or condition}"
         await asyncio.sleep(0.003)
     return value
+
+
+async def until_ready(agent: Agent) -> None:
+    """Wait until all workers of an agent run."""
+    async for _ in agent.events():
+        if agent.status(usage=False).is_ready:
+            return
 
 
 def until_sync(condition: Callable[[], T], what: str = "", seconds: float = DEADLINE_S) -> T:
