@@ -8,6 +8,8 @@ Under the prefix of the run's generation::
 A writer allocates numbers first and then sets all their keys at once, so a gap closes
 within a round trip, unless its writer is killed in between.  The last `KEPT` events
 are kept.  A store that replaces a lost one begins another stream.
+
+All coroutines on a store raise `StoreError` when it is lost.
 """
 
 from __future__ import annotations
@@ -91,22 +93,14 @@ class EventStreamWriter:
 
 
 async def delete_events(store: Store) -> None:
-    """Delete the stream of an ended job.
-
-    Raises:
-        StoreError: the store is lost.
-    """
+    """Delete the stream of an ended job."""
     count = await count_events(store)
     keys = [COUNT, *map(_key, range(max(0, count - KEPT), count))]
     await asyncio.gather(*map(store.delete, keys))
 
 
 async def count_events(store: Store) -> int:
-    """Return how many numbers of events have been allocated.
-
-    Raises:
-        StoreError: the store is lost.
-    """
+    """Return how many numbers of events have been allocated."""
     return max(0, parse_seq((await store.peek(COUNT) or b"").decode("ascii", "replace")))
 
 

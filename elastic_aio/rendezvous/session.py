@@ -7,6 +7,8 @@ Keys, under the prefix of the run's generation (see `elastic_aio.discovery.runs`
   the store refuses the orders of a deposed coordinator;
 * `coordinator`: the `LeaderRecord` of the coordinator, under the same lease;
 * `d/<lease>`: of an engine only: a member has checked whether its lease has ended.
+
+All coroutines but `run` raise `StoreError` when the store is lost.
 """
 
 from __future__ import annotations
@@ -60,7 +62,6 @@ from elastic_aio.rendezvous.messages import (
     encode,
 )
 from elastic_aio.spec.rendezvous import RendezvousSpec
-from elastic_aio.spec.restart import RestartBudget
 from elastic_aio.store import ChangeKind, Lease, Store, Watch
 
 
@@ -82,103 +83,6 @@ class FormerStay(Struct, frozen=True):
     def is_leased(self) -> bool:
         """Whether the lease cannot have ended until now."""
         return asyncio.get_running_loop().time() < self.leased_until
-
-
-class RunEntry:
-    """Finds the generation to take part in at one store."""
-
-    def __init__(
-        self,
-        located: LocatedStore,
-        spec: RendezvousSpec,
-        run_id: str,
-        program: str,
-        member: Member,
-        budget: RestartBudget,
-        former: FormerStay,
-    ) -> None:
-        """Prepare; `former` is where the member has taken part last.
-
-        `program` is a name of what its workers run, and `budget` that of its job.
-        """
-        self._located = located
-        self._spec = spec
-        self._run_id = run_id
-        self._program = program
-        self._budget = budget
-        self._member = member
-        self._former = former
-
-    async def find(self) -> tuple[RunRecord, RunEnd | None] | None:
-        """Return the generation, and its end if it is over.
-
-        None: another job runs there, and the end of this member's own is not known.
-
-        Raises:
-            StoreError: the store is lost.
-        """
-        may_begin = self._located.is_host and not (
-            self._may_have_ended or self._member.has_seen_success
-        )
-        return await self._look(may_begin=may_begin) or await self._wait()
-
-    @property
-    def _may_have_ended(self) -> bool:
-        """Whether the job may have ended with success at a store that is no longer known."""
-        is_open = self._former.is_leased and not self._member.status.moves
-        return self._member.has_succeeded and not is_open
-
-    def _goes_on(self, job: str) -> bool:
-        """Whether the member's job cannot have ended at the former store, and may join `job`."""
-        if self._former.goes_on_in is not None:
-            return self._former.goes_on_in == job
-        status = self._member.status
-        is_spent = self._budget.is_exhausted(status.runtime)
-        is_open = status.is_busy or status.pending_restart is not None
-        # A failure ends no job that may be restarted, nor one whose coordinator has not seen it.
-        is_final = self._former.knows_failure and is_spent
-        has_succeeded = self._member.has_succeeded or self._member.has_seen_success
-        may_go_on = not (has_succeeded or is_final)
-        return self._former.is_leased and (is_open or may_go_on)
-
-    async def _look(self, *, may_begin: bool) -> tuple[RunRecord, RunEnd | None] | None:
-        return await enter_run(
-            self._located.store,
-            self._run_id,
-            program=self._program,
-            job=self._member.job,
-            reuse=self._spec.reuse,
-            is_committed=self._member.is_committed,
-            goes_on=self._goes_on,
-            may_begin=may_begin,
-        )
-
-    async def _wait(self) -> tuple[RunRecord, RunEnd | None] | None:
-        """Wait until a node that runs workers of this job shows where it goes on.
-
-        Such a node has lost the same store, and comes within the time of a lease.  If the job
-        may have ended, and no other one has begun, this node waits for such a node until the end
-        of its exit barrier.
-        """
-        run_id, store = self._run_id, self._located.store
-        async with (
-            store.watch(run_key(run_id)) as runs,
-            store.watch(former_jobs_key(run_id)) as jobs,
-        ):
-            while True:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._spec.heartbeat_timeout):
-                        while (entry := await self._look(may_begin=False)) is None:
-                            await first_result([next_value(runs), next_value(jobs)])
-                        return entry
-                is_empty, others = await read_run(store, run_id) is None, self._located.others
-                if is_empty and others is not None and await others.have(self._member.job):
-                    raise StoreLost("its job is known at another endpoint")
-                if self._member.has_seen_success:
-                    return None
-                if not (is_empty and self._may_have_ended):
-                    return await self._look(may_begin=True)
-                # No event reports a store that begins elsewhere: look there again.
 
 
 _FIRST_ORDER_S = 30.0
@@ -286,11 +190,7 @@ class StoreSession:
     async def _enter_run(self) -> RunRecord | None:
         """Find the generation to take part in; return None if the job is over."""
         member = self._member
-        located, budget = self._located, self._runner.budget
-        seeking = RunEntry(
-            located, self._spec, self._run_id, self._program, member, budget, self._former
-        )
-        entry = await seeking.find()
+        entry = await self._find_run()
         if entry is None:
             why = f"another job with the id {self._run_id!r} runs there, and the end of the one in"
             why += " which this node took part is not known"
@@ -306,6 +206,74 @@ class StoreSession:
         if member.attend(instance, record.job, was_leased=self._former.is_leased):
             self._runner.budget.clear()
         return record
+
+    async def _find_run(self) -> tuple[RunRecord, RunEnd | None] | None:
+        """Return the generation, and its end if it is over.
+
+        None: another job runs there, and the end of this member's own is not known.
+        """
+        may_begin = self._located.is_host and not (
+            self._may_have_ended or self._member.has_seen_success
+        )
+        return await self._look_for_run(may_begin=may_begin) or await self._wait_for_run()
+
+    @property
+    def _may_have_ended(self) -> bool:
+        """Whether the job may have ended with success at a store that is no longer known."""
+        is_open = self._former.is_leased and not self._member.status.moves
+        return self._member.has_succeeded and not is_open
+
+    def _goes_on(self, job: str) -> bool:
+        """Whether the member's job cannot have ended at the former store, and may join `job`."""
+        if self._former.goes_on_in is not None:
+            return self._former.goes_on_in == job
+        status = self._member.status
+        is_spent = self._runner.budget.is_exhausted(status.runtime)
+        is_open = status.is_busy or status.pending_restart is not None
+        # A failure ends no job that may be restarted, nor one whose coordinator has not seen it.
+        is_final = self._former.knows_failure and is_spent
+        has_succeeded = self._member.has_succeeded or self._member.has_seen_success
+        may_go_on = not (has_succeeded or is_final)
+        return self._former.is_leased and (is_open or may_go_on)
+
+    async def _look_for_run(self, *, may_begin: bool) -> tuple[RunRecord, RunEnd | None] | None:
+        return await enter_run(
+            self._located.store,
+            self._run_id,
+            program=self._program,
+            job=self._member.job,
+            reuse=self._spec.reuse,
+            is_committed=self._member.is_committed,
+            goes_on=self._goes_on,
+            may_begin=may_begin,
+        )
+
+    async def _wait_for_run(self) -> tuple[RunRecord, RunEnd | None] | None:
+        """Wait until a node that runs workers of this job shows where it goes on.
+
+        Such a node has lost the same store, and comes within the time of a lease.  If the job
+        may have ended, and no other one has begun, this node waits for such a node until the end
+        of its exit barrier.
+        """
+        run_id, store = self._run_id, self._located.store
+        async with (
+            store.watch(run_key(run_id)) as runs,
+            store.watch(former_jobs_key(run_id)) as jobs,
+        ):
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._spec.heartbeat_timeout):
+                        while (entry := await self._look_for_run(may_begin=False)) is None:
+                            await first_result([next_value(runs), next_value(jobs)])
+                        return entry
+                is_empty, others = await read_run(store, run_id) is None, self._located.others
+                if is_empty and others is not None and await others.have(self._member.job):
+                    raise StoreLost("its job is known at another endpoint")
+                if self._member.has_seen_success:
+                    return None
+                if not (is_empty and self._may_have_ended):
+                    return await self._look_for_run(may_begin=True)
+                # No event reports a store that begins elsewhere: look there again.
 
     async def _begin(self, stack: AsyncExitStack) -> tuple[Lease, Watch, Watch, Watch]:
         """Begin the lease and the watches, at once: their requests are sent together."""
@@ -346,9 +314,6 @@ class StoreSession:
         """Write the last status, also while the store has not answered the one before.
 
         A store that was suspended reads both, and then the end of the connection.
-
-        Raises:
-            StoreError: the store is lost.
         """
         self._is_draining = True
         if self._lease is not None:
@@ -403,11 +368,7 @@ class StoreSession:
             value, is_late = (await anext(ends)).value, False
 
     async def confirm_end(self) -> None:
-        """Record the end that this member was ordered, if the store does not have it.
-
-        Raises:
-            StoreError: the store is lost.
-        """
+        """Record the end that this member was ordered, if the store does not have it."""
         outcome = self._member.status.outcome
         if outcome is not None and not self._has_seen_end:
             await restore_end(self._store, outcome, wall_clock())
@@ -420,9 +381,6 @@ class StoreSession:
         The next coordinator cannot read the status of a member that has left; it learns
         from the others that the member was done (`MembersDone`), or, if none is left, from the
         `RoundRecord` that no workers run.
-
-        Raises:
-            StoreError: the store is lost.
         """
         if self.is_leader:
             await self._delete_status()
@@ -434,11 +392,7 @@ class StoreSession:
         await self._store.delete(self._own_key)
 
     async def has_own_round(self) -> bool:
-        """Return whether the last round of a coordinator at this store is this member's.
-
-        Raises:
-            StoreError: the store is lost.
-        """
+        """Return whether the last round of a coordinator at this store is this member's."""
         record = RoundRecord.decode(await self._store.peek("round"))
         own = self._member.status.placement
         if record is None or own is None:
@@ -452,9 +406,6 @@ class StoreSession:
         rounds of two partitions.  The workers of another round use another node's store; all of
         them need the node that hosts the store of the rendezvous.  Of a node that is stopped
         only those of its round do, until they have stopped: the others go on without it.
-
-        Raises:
-            StoreError: the store is lost.
         """
         own = self._member.status
         is_draining = bool(own.drain_reason)
@@ -482,9 +433,6 @@ class StoreSession:
         before it had succeeded may come back within the time of its lease: it must find the end
         of its job then, and not the next one at this endpoint.  So may one that has not come from
         the former store yet, for as long as this node could itself.
-
-        Raises:
-            StoreError: the store is lost.
         """
         is_leader, is_host = self.is_leader, self._located.is_host
         if not (is_leader or is_host):

@@ -75,27 +75,22 @@ class RoundSettings(Struct, frozen=True):
     """How rounds are formed; times in seconds.
 
     Attributes:
-        minimum: fewest nodes of a round.
-        maximum: most nodes of a round.
-        join_timeout: how long to wait for `minimum` nodes.
-        replace_timeout: the same after a round, when nodes are gone.
-        last_call_timeout: how long to wait for more nodes once there are enough.
-        scale_up_delay: how long ready joiners wait for others, from the latest of them.
-        scale_up_limit: how long they wait, after that, until all workers agree; 0: not at all.
+        minimum, maximum: fewest and most nodes of a round.
+        join_timeout, replace_timeout, last_call_timeout, scale_up_delay, overlap, any_program: as
+            in the `RendezvousSpec`; `overlap` not with a shared store.
+        scale_up_limit: how long ready joiners wait, after `scale_up_delay`, until all workers
+            agree; 0: not at all.
         recovery_timeout: how long a new coordinator waits for the members of the round
             that it recovers.
         keep_workers: whether a recovered round runs on when all members have returned.
         fixed_ranks: whether the preferred ranks of members are binding.
         shared_store: whether the workers of all rounds use one store.
-        overlap: whether a node may start the workers of a round while another node still
-            stops those of the round before; not with a shared store.
         heartbeat_timeout: how long a node without a store keeps its workers, at most.
         fence: how long after the end of its lease workers may live on a lost node, unless its
             agent is dead.
         order_timeout: how long a member may leave orders without an acknowledgement.
         policy: the same settings of the coordinator's node as in `MemberStatus.policy`.
         program, uid: what the job runs, and as which user; see `MemberStatus`.
-        any_program: whether nodes may differ in these.
         has_decide: whether the user's callback is asked before each restart.
         may_move: whether nodes that are cut off may meet at another store.
     """
