@@ -37,17 +37,18 @@ COMPILED_MAX = 12
 """Texts that `dataclass` writes and compiles by then: with Python 3.11 one for each method."""
 
 FOR_OTHER_JOBS = """
-agent.multi_node_driver cli.parser cli.rendezvous_options cli.restart_options cli.schedulers
-cli.sd_notify cli.suggestions discovery event_json group hardware http logs.inotify
-logs.line_filter logs.reader logs.trimmer multiprocessing node_events process.calls process.fork
-process.forkserver rendezvous spec.rdzv_conf spec.torchrun stacks store.client store.server
-store.tls torch_events torch_logs torch_variables watch watch.forensics worker.bootstrap
-worker.membership worker.notify worker.recorder worker.scripts worker.timers
+agent.multi_node_driver cli.dry_run cli.parser cli.rendezvous_options cli.restart_options
+cli.schedulers cli.sd_notify cli.suggestions control.session discovery event_json group hardware
+http logs.inotify logs.line_filter logs.reader logs.trimmer multiprocessing node_events
+process.calls process.fork process.forkserver rendezvous spec.rdzv_conf spec.torchrun stacks
+store.client store.server store.tls torch_events torch_logs torch_variables watch watch.forensics
+worker.bootstrap worker.membership worker.notify worker.recorder worker.scripts worker.timers
 """
 
 STANDARD = """
-argparse bz2 concurrent.futures.thread email encodings.idna gettext hashlib http
-importlib.metadata lzma multiprocessing pickle random shutil tempfile unicodedata urllib zlib
+argparse bz2 concurrent.futures.thread difflib email encodings.idna gettext hashlib hmac http
+importlib.metadata importlib.util lzma multiprocessing pickle random shutil tempfile unicodedata
+urllib zlib
 """
 """Modules of the standard library that such a start does without."""
 
