@@ -71,7 +71,6 @@ class ConsoleMetricHandler(MetricHandler):
     """Prints values."""
 
     def emit(self, metric_data: MetricData) -> None:
-        """Print one value."""
         data = metric_data
         print(f"[{data.timestamp}][{data.group_name}]: {data.name}={data.value}")  # noqa: T201
 
@@ -80,7 +79,7 @@ class NullMetricHandler(MetricHandler):
     """Drops values."""
 
     def emit(self, metric_data: MetricData) -> None:
-        """Drop one value."""
+        pass
 
 
 class MetricStream:

@@ -213,11 +213,9 @@ class LocalTimerClient(TimerClient):
         self._mp_queue = mp_queue
 
     def acquire(self, scope_id: str, expiration_time: float) -> None:
-        """Acquire a timer until a time in Unix seconds."""
         self._mp_queue.put(TimerRequest(os.getpid(), scope_id, expiration_time))
 
     def release(self, scope_id: str) -> None:
-        """Release a timer."""
         self._mp_queue.put(TimerRequest(os.getpid(), scope_id, -1))
 
 
@@ -229,11 +227,9 @@ class MultiprocessingRequestQueue(RequestQueue):
         self._mp_queue = mp_queue
 
     def size(self) -> int:
-        """Return how many requests wait."""
         return int(self._mp_queue.qsize())
 
     def get(self, size: int, timeout: float) -> list[TimerRequest]:
-        """Return at most `size` requests, after at most `timeout` seconds."""
         end = time.monotonic() + timeout
         requests: list[TimerRequest] = []
         while len(requests) < size:
@@ -258,7 +254,6 @@ class _ProcessTimerServer(TimerServer):
         self._timers: dict[tuple[Any, str], Any] = {}
 
     def register_timers(self, timer_requests: Sequence[Any]) -> None:
-        """Acquire and release timers."""
         for request in timer_requests:
             key = request.worker_id, request.scope_id
             if request.expiration_time < 0:
@@ -267,12 +262,10 @@ class _ProcessTimerServer(TimerServer):
                 self._timers[key] = request
 
     def clear_timers(self, worker_ids: set[Any]) -> None:
-        """Remove the timers of processes."""
         for key in [key for key in self._timers if key[0] in worker_ids]:
             del self._timers[key]
 
     def get_expired_timers(self, deadline: float) -> dict[Any, list[Any]]:
-        """Return the timers that expire until `deadline`, by process."""
         expired: dict[Any, list[Any]] = {}
         for (worker, _), request in self._timers.items():
             if request.expiration_time <= deadline:
@@ -476,7 +469,6 @@ class FileTimerServer(_ProcessTimerServer):
         self._is_closed = False
 
     def start(self) -> None:
-        """Start the thread."""
         super().start()
         self._log_event("watchdog started", None)
 
@@ -524,7 +516,6 @@ class FileTimerServer(_ProcessTimerServer):
         return True
 
     def register_timers(self, timer_requests: Sequence[Any]) -> None:
-        """Acquire and release timers."""
         self._request_count += len(timer_requests)
         super().register_timers(timer_requests)
 

@@ -536,10 +536,7 @@ def start_processes(
     """Start processes that run a function or a program, each with its own arguments.
 
     Args:
-        name: of the group; it is the prefix of lines, with the local rank.
-        entrypoint: a function, or the name or path of a program.
-        args: arguments by local rank, 0 to n-1; those of a program are made text.
-        envs: variables by local rank, which override the inherited environment.
+        name, entrypoint, args, envs: as for `elastic_aio.multiprocessing.start_processes`.
         logs_specs: where output goes.
         log_line_prefixes: prefixes of lines on the console by local rank.
         start_method: how functions start: "spawn", "fork" or "forkserver"; None is

@@ -104,12 +104,9 @@ class DynamicRendezvousHandler(RendezvousHandler):
         return os.environ.get(_NO_SHARED_STORE) != "1"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait until a round with this node is complete, and return it.
+        """Wait until a round with this node is complete (see `RendezvousHandler`).
 
         Raises:
-            RendezvousClosedError: the job has ended.
-            RendezvousConnectionError: the store cannot be reached.
-            RendezvousTimeoutError: too few nodes came in time.
             ImportError: torch is not installed.
         """
         with self._lock:
@@ -139,7 +136,6 @@ class DynamicRendezvousHandler(RendezvousHandler):
         return 0 if self._participation is None else int(self._participation.is_round_over)
 
     def get_run_id(self) -> str:
-        """Return the id of the run."""
         return self._run_id
 
     def shutdown(self) -> bool:
