@@ -135,7 +135,8 @@ def test_a_server_that_runs_once(tmp_path: Path) -> None:
     server.start()
     client = FileTimerClient(str(tmp_path / "pipe"), signal=0)
     client.acquire("late", time.time() + 60)
-    client._send_request(FileTimerRequest(1 << 22, "ended", time.time() + 60, 9))
+    with open(tmp_path / "pipe", "w") as pipe:
+        pipe.write(FileTimerRequest(1 << 22, "ended", time.time() + 60, 9).to_json() + "\n")
     server.run_once()
     assert acquired(server) == [(os.getpid(), "late")]
     server.stop()
@@ -194,8 +195,7 @@ def test_a_server_by_a_queue() -> None:
     with expires(60, "s", LocalTimerClient(queue)):
         until_sync(lambda: (os.getpid(), "s") in acquired(server))
     until_sync(lambda: (os.getpid(), "s") not in acquired(server))
-    thread = server._watchdog_thread
-    assert thread is not None
+    (thread,) = (one for one in threading.enumerate() if one.name == "timer server")
     server.stop()
     thread.join()  # `stop` waits for `max_interval` at most
     queue.close()
