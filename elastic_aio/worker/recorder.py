@@ -7,7 +7,7 @@ import inspect
 import os
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from elastic_aio.errors import JobFailed
 from elastic_aio.text import abridge
@@ -16,6 +16,9 @@ from elastic_aio.worker.context import ERROR_FILE
 from elastic_aio.worker.errorfile import pass_on_error_file, write_error_file
 from elastic_aio.worker.interpreter import MESSAGE_MAX, TRACEBACK_MAX, offer_stacks
 from elastic_aio.worker_error import WorkerError
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -29,18 +32,23 @@ def record(function: Function) -> Function:
     a normal return; other exits and KeyboardInterrupt are not recorded.  The function may be
     `async def`.
     """
+    return called_within(_Recording(), function)
+
+
+def called_within(recording: AbstractContextManager[object], function: Function) -> Function:
+    """Wrap a function, also an `async def`, so that each call of it is within `recording`."""
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
         async def record_async(*args: Any, **kwargs: Any) -> Any:
-            with _Recording():
+            with recording:
                 return await function(*args, **kwargs)
 
         return cast("Function", record_async)
 
     @functools.wraps(function)
     def record_sync(*args: Any, **kwargs: Any) -> Any:
-        with _Recording():
+        with recording:
             return function(*args, **kwargs)
 
     return cast("Function", record_sync)

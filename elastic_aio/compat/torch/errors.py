@@ -9,8 +9,6 @@ functions too, and passes on the error file of a `JobFailed` as that of a `Child
 from __future__ import annotations
 
 import faulthandler
-import functools
-import inspect
 import json
 import logging
 import os
@@ -21,14 +19,14 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from elastic_aio.errors import JobFailed
 from elastic_aio.outcome import Failure
 from elastic_aio.report import block_of, report_of
 from elastic_aio.worker.context import ERROR_FILE
 from elastic_aio.worker.errorfile import WRITER, render_error_file, write_error_file
-from elastic_aio.worker.recorder import worker_error
+from elastic_aio.worker.recorder import called_within, worker_error
 
 __all__ = ["ChildFailedError", "ErrorHandler", "ProcessFailure", "get_error_handler", "record"]
 
@@ -287,22 +285,7 @@ def record(fn: Wrapped, error_handler: ErrorHandler | None = None) -> Wrapped:
     or a `JobFailed` the error file of the first failure is passed on.  `SystemExit(0)`
     becomes a return of None.  The function may be `async def`.
     """
-    handler = error_handler or get_error_handler()
-    if inspect.iscoroutinefunction(fn):
-
-        @functools.wraps(fn)
-        async def record_async(*args: Any, **kwargs: Any) -> Any:
-            with _Recording(handler):
-                return await fn(*args, **kwargs)
-
-        return cast("Wrapped", record_async)
-
-    @functools.wraps(fn)
-    def record_sync(*args: Any, **kwargs: Any) -> Any:
-        with _Recording(handler):
-            return fn(*args, **kwargs)
-
-    return cast("Wrapped", record_sync)
+    return called_within(_Recording(error_handler or get_error_handler()), fn)
 
 
 class _Recording:
