@@ -619,9 +619,6 @@ async def start_context(
     The return values of the functions are dropped.  Cancellation: no process is left.
 
     Args:
-        fn: the function.
-        args: its arguments after the index.
-        nprocs: how many processes.
         join: wait until all have exited.
         daemon: mark them as daemons, which may have no multiprocessing children.
         start_method: how they start (see `LaunchSpec`).

@@ -165,24 +165,23 @@ def test_each_block_names_its_host() -> None:
     assert "host      : far" in root
 
 
-def test_a_signal_is_named() -> None:
-    """Twice, as in torchrun."""
-    text = format_failure(result(SEGFAULT), "x")
-    assert "exitcode  : -11 (pid: 103) (SIGSEGV)" in text
-    assert "traceback : Signal 11 (SIGSEGV) received by PID 103" in text
+LUCK = WorkerError("out of luck\ntwice", None, WHEN, "/e")
 
 
-def test_a_lost_exit_status() -> None:
-    """Another part of the program reaped the worker."""
-    assert "exitcode  : ? (pid: 101)" in format_failure(result(failed(1, ExitStatus())), "x")
-
-
-def test_a_message_without_a_traceback() -> None:
-    """Later lines are indented."""
-    failure = failed(
-        0, ExitStatus(code=1), error=WorkerError("out of luck\ntwice", None, WHEN, "/e")
-    )
-    assert "traceback : out of luck\n  twice\n" in format_failure(result(failure), "x")
+@pytest.mark.parametrize(
+    ("failure", "shown"),
+    [
+        # A signal is named twice, as in torchrun.
+        (SEGFAULT, "exitcode  : -11 (pid: 103) (SIGSEGV)\n"),
+        (SEGFAULT, "traceback : Signal 11 (SIGSEGV) received by PID 103\n"),
+        # Another part of the program reaped the worker.
+        (failed(1, ExitStatus()), "exitcode  : ? (pid: 101)\n"),
+        # Of a message without a traceback, later lines are indented.
+        (failed(0, ExitStatus(code=1), error=LUCK), "traceback : out of luck\n  twice\n"),
+    ],
+)
+def test_a_block_says_how_a_worker_ended(failure: Failure, shown: str) -> None:
+    assert shown in format_failure(result(failure), "x")
 
 
 def test_a_job_without_workers_is_one_line() -> None:

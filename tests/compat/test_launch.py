@@ -216,13 +216,6 @@ def test_events_and_metrics_reach_torchs_handlers() -> None:
     assert "workers.t.run_success_no_retries" in seen
 
 
-def test_numa_options_of_torch() -> None:
-    """By the value of their mode; torch's enum has the names of `--numa-binding`."""
-    options = SimpleNamespace(affinity_mode=SimpleNamespace(value="pigeons"))
-    with pytest.raises(ValueError, match="numa_binding: must be 'node', "):
-        elastic_launch(config(numa_options=options), "true")()
-
-
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
 def test_tee_writes_to_a_replaced_stream(name: str, tmp_path: Path) -> None:
     """Of a notebook or a test, which has no descriptor."""
@@ -232,6 +225,10 @@ def test_tee_writes_to_a_replaced_stream(name: str, tmp_path: Path) -> None:
         code = f"import sys; print('\N{SNOWMAN}' * 99999, file=sys.{name})"
         elastic_launch(config(1, logs_specs=logs), sys.executable)("-c", code)
     assert "[default_role0]:" + "\N{SNOWMAN}" * 99999 + "\n" in stream.getvalue()
+
+
+# As torch's options: the value of their mode counts, whose names are those of `--numa-binding`.
+NUMA = SimpleNamespace(affinity_mode=SimpleNamespace(value="pigeons"))
 
 
 @pytest.mark.parametrize(
@@ -254,6 +251,7 @@ def test_tee_writes_to_a_replaced_stream(name: str, tmp_path: Path) -> None:
         ({"start_method": "thread"}, "start_method"),
         ({"event_log_handler": "pigeons"}, "event-log-handler"),
         ({"entrypoint": None}, "entrypoint: must be"),
+        ({"numa_options": NUMA}, "numa_binding: must be 'node', "),
     ],
 )
 def test_a_mistake_is_one_line(settings: dict[str, Any], problem: str) -> None:
