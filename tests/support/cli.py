@@ -80,19 +80,6 @@ def run_cli(*args: object, **options: Any) -> Ended:
     return run_program([*CLI, "run", *map(str, args)], **options)
 
 
-async def start_cli(*args: str) -> asyncio.subprocess.Process:
-    """Start a command whose output is read while it runs."""
-    pipe = asyncio.subprocess.PIPE
-    return await asyncio.create_subprocess_exec(*CLI, *args, stdout=pipe, stderr=pipe)
-
-
-async def end_of_cli(process: asyncio.subprocess.Process) -> Ended:
-    """Wait for the end of a command; a signal is a negative code, as with `subprocess`."""
-    out, err = await process.communicate()
-    assert process.returncode is not None
-    return Ended(process.returncode, out.decode(), err.decode())
-
-
 def run_in_shell(before: str, *args: object, after: str = "", **options: Any) -> Ended:
     """Run `aio-elastic run` in place of a shell that has run `before`.
 
