@@ -261,14 +261,10 @@ class GroupContext:
     def __init__(self, group: BareGroup) -> None:
         """Use `start_processes` to get one."""
         self.group = group
+        self.name = group.name
 
     def __repr__(self) -> str:
         return f"<GroupContext {self.group!r}>"
-
-    @property
-    def name(self) -> str:
-        """Name of the group."""
-        return self.group.name
 
     async def __aenter__(self) -> GroupContext:
         """Start all processes; after an error or a cancellation none is left.
@@ -428,12 +424,7 @@ class ProcessException(Exception):
         super().__init__(msg)
         self.msg = msg
         self.error_index = error_index
-        self.error_pid = error_pid
-
-    @property
-    def pid(self) -> int:
-        """The process id."""
-        return self.error_pid
+        self.error_pid = self.pid = error_pid
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.msg, self.error_index, self.error_pid)
