@@ -63,7 +63,7 @@ def test_a_member_that_acknowledges_nothing_is_lost() -> None:
     run_to(harness, 28)
     assert lost(harness) == [("b", "it has not acknowledged StartRound within 28 s")]
     assert harness.coordinator.round.number == 1
-    assert [one.world_size for one in harness.events(RoundFormed)] == [2, 1]  # type: ignore[attr-defined]
+    assert [one.world_size for one in harness.events(RoundFormed)] == [2, 1]
 
 
 def test_a_lost_member_that_reports_something_is_a_newcomer() -> None:
@@ -126,7 +126,7 @@ def test_a_stop_that_never_ends_ends_the_membership() -> None:
     assert lost(harness) == [("b", "it has not stopped its workers within 36 s")]
     assert harness.ranks == {"a": 0, "b": 1, "d": 2} or harness.coordinator.round.number == 1
     formed = harness.events(RoundFormed)[-1]
-    assert (formed.round, formed.group_world_size) == (1, 2)  # type: ignore[attr-defined]
+    assert (formed.round, formed.group_world_size) == (1, 2)
     assert harness.members["b"].status.phase is MemberPhase.RUNNING
     harness.members["b"].report(RoundStopped(0))
     run_to(harness, 301)
@@ -198,8 +198,7 @@ def test_a_callback_that_does_not_return_ends_the_job() -> None:
     assert harness.is_in(CoordinatorPhase.DECIDING)
     assert 35 <= len(waiting(harness)) <= 45
     run_to(harness, DECIDE_TIMEOUT)
-    outcome = harness.coordinator.outcome
-    assert outcome is not None
+    outcome = harness.outcome
     assert (outcome.state, outcome.exit_code) == (JobState.FAILED, 3)
     assert outcome.why == "restart.decide has not returned within 600 s"
 

@@ -34,7 +34,7 @@ def test_members_that_run_learn_of_a_success_a_second_later() -> None:
     harness = running()
     harness.settle(50)
     harness.succeed("a")
-    assert harness.coordinator.deadline == 51, "and nothing is due before"
+    assert harness.deadline == 51, "and nothing is due before"
     harness.settle(50.9)
     assert not orders(harness)
     harness.settle(51)

@@ -177,8 +177,7 @@ def test_a_worker_of_another_node_that_exited_with_0_before_is_noted(
     failed = failure(9, time=102.5, host="a", notes=("stacks: unknown",))
     member.report(RoundStopped(0, (failed, failure(8, time=103.0, host="a"))))
     harness.settle()
-    outcome = harness.coordinator.outcome
-    assert outcome is not None
+    outcome = harness.outcome
     root, other = outcome.failures
     assert root.notes == ("rank 5 (on b) exited with 0, 2.5 s before", "stacks: unknown")
     assert not other.notes
@@ -205,6 +204,5 @@ def test_only_the_earliest_success_is_noted(successes: dict[str, float], notes: 
         harness.members[name].report(RoundFailing(0, "failed"))
         harness.members[name].report(RoundStopped(0, failures, first_success=early))
     harness.settle()
-    outcome = harness.coordinator.outcome
-    assert outcome is not None
+    outcome = harness.outcome
     assert list(outcome.failures[0].notes) == notes

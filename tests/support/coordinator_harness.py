@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from msgspec.structs import replace
 
 from elastic_aio.events import Event
-from elastic_aio.outcome import ExitStatus, Failure
+from elastic_aio.outcome import ExitStatus, Failure, JobOutcome
 from elastic_aio.rendezvous.base import (
     EndJob,
     NodeInfo,
@@ -42,6 +43,8 @@ from elastic_aio.rendezvous.state import (
 )
 from elastic_aio.spec.restart import RestartAction, RestartBudget, RestartPolicy
 from tests.support.restarts import AT_ONCE
+
+E = TypeVar("E", bound=Event)
 
 
 def status(name: str, settings: RoundSettings, **fields: object) -> MemberStatus:
@@ -155,7 +158,7 @@ class CoordinatorHarness:
         """Deliver statuses and orders until there are no more effects."""
         self.now = self.now if now is None else now
         for _ in range(100):
-            self._write_statuses()
+            self.write_statuses()
             effects = decide(self.coordinator, self.now)
             if not effects:
                 return
@@ -163,7 +166,7 @@ class CoordinatorHarness:
                 self._perform(effect)
         raise AssertionError("the effects do not end")
 
-    def _write_statuses(self) -> None:
+    def write_statuses(self) -> None:
         """Deliver each new status once; a new coordinator, and one that saw it go, reads all."""
         self._written = {name: one for name, one in self._written.items() if name in self.members}
         for name, member in self.members.items():
@@ -260,9 +263,27 @@ class CoordinatorHarness:
         return self.coordinator.phase is phase
 
     @property
-    def places(self) -> dict[str, Placement | None]:
-        """The placement of each member."""
-        return {name: member.status.placement for name, member in self.members.items()}
+    def outcome(self) -> JobOutcome:
+        """How the job has ended."""
+        assert self.coordinator.outcome is not None, self.coordinator
+        return self.coordinator.outcome
+
+    @property
+    def deadline(self) -> float:
+        """When the next decision is due even if nothing happens."""
+        assert self.coordinator.deadline is not None, self.coordinator
+        return self.coordinator.deadline
+
+    def numbers(self, name: str) -> tuple[int, int, int, int]:
+        """Return round, attempt, restarts and changes of a member's placement."""
+        place = self.place(name)
+        return place.round, place.attempt, place.restarts, place.changes
+
+    def place(self, name: str) -> Placement:
+        """Return the placement of a member."""
+        placement = self.members[name].status.placement
+        assert placement is not None, name
+        return placement
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -295,6 +316,6 @@ class CoordinatorHarness:
             if isinstance(one, RestartPending)
         ]
 
-    def events(self, *kinds: type[Event]) -> list[Event]:
-        """Return the job's events of some kinds."""
-        return [event for event in self.published if isinstance(event, kinds)]
+    def events(self, kind: type[E]) -> list[E]:
+        """Return the job's events of a kind."""
+        return [event for event in self.published if isinstance(event, kind)]
