@@ -46,24 +46,35 @@ from elastic_aio.store.keyspace import Client
 _FOR_EVER: Final = 1e8
 """Seconds to live of a lease at the leader, and of a connection without a packet."""
 
-_CONNECT_TIMEOUT: Final = 60.0
-_PORT_TIMEOUT: Final = 1.0
 _GOODBYE_TIMEOUT: Final = 0.05
 
 
 class CoordinatorLink:
     """One node's part in it; must be closed."""
 
-    def __init__(self) -> None:
-        """Prepare; nothing is bound yet."""
-        self._network = StoreNetwork()
-        self._server: StoreServer | None = None
+    def __init__(
+        self,
+        network: StoreNetwork | None = None,
+        *,
+        connect_timeout: float = 60.0,
+        port_timeout: float = 1.0,
+    ) -> None:
+        """Prepare; nothing is bound yet.  None: the network of this host.
+
+        A member takes `connect_timeout` seconds to connect to its leader; a resolver, and a port
+        that may refuse a connection, have `port_timeout`.
+        """
+        self._network = network or StoreNetwork()
+        self._connect_timeout = connect_timeout
+        self._port_timeout = port_timeout
+        self.server: StoreServer | None = None
+        """The server of the port, once this node has led."""
         self._address = ""
         self._token = ""
         self._lost = _LostMembers()
 
     def __repr__(self) -> str:
-        return f"<CoordinatorLink {self._server or 'not serving'}>"
+        return f"<CoordinatorLink {self.server or 'not serving'}>"
 
     async def serve(self, address: str, lease: Lease) -> DetectorPort | None:
         """Serve the port of a leader whose lease on the engine is `lease`, if not done yet.
@@ -73,15 +84,15 @@ class CoordinatorLink:
         Returns:
             What the other members need; None if no port can be bound.
         """
-        if self._server is None or self._address != address:
+        if self.server is None or self._address != address:
             await self.aclose()
             try:
-                async with asyncio.timeout(_PORT_TIMEOUT):  # of a resolver
+                async with asyncio.timeout(self._port_timeout):  # of a resolver
                     await self._listen(address)
             except (OSError, HostError):  # a TimeoutError is an OSError
                 return None
-        assert self._server is not None
-        return DetectorPort(address, self._server.port, self._token, lease.lease_id.decode())
+        assert self.server is not None
+        return DetectorPort(address, self.server.port, self._token, lease.lease_id.decode())
 
     async def _listen(self, address: str) -> None:
         addresses = await resolve(address, 0)
@@ -93,7 +104,7 @@ class CoordinatorLink:
         await server.start()
         self._lost = _LostMembers()
         server.keyspace.watch(self._lost, None, b"/", -1, is_prefix=True)
-        self._server, self._address = server, address
+        self.server, self._address = server, address
 
     async def end_lost(
         self, engine: EngineStore, is_leader: Callable[[], Awaitable[bool]]
@@ -126,8 +137,8 @@ class CoordinatorLink:
             StoreError: the engine is lost, or the leader has ended the lease.
         """
         key = lease.lease_id.decode()
-        while await self._stay_connected(leader, key):
-            if await self._is_refused(leader):
+        while await self.stay_connected(leader, key):
+            if await self.is_refused(leader):
                 await engine.end_lease(leader.lease_id.encode())
                 break
             # The leader may take this member for lost: then a write is refused.
@@ -135,11 +146,11 @@ class CoordinatorLink:
             await lease.set(f"d/{key}", b"")
         await wait_forever()
 
-    async def _stay_connected(self, leader: DetectorPort, key: str) -> bool:
+    async def stay_connected(self, leader: DetectorPort, key: str) -> bool:
         """Connect to the leader until that is lost; return whether there was a connection."""
         store = connect(
             format_host_port(leader.address, leader.port),
-            timeout=_CONNECT_TIMEOUT,
+            timeout=self._connect_timeout,
             reconnect_for=RECONNECT_FOR,
             peer_timeout=_FOR_EVER,
             token=leader.token,
@@ -160,10 +171,10 @@ class CoordinatorLink:
             return False  # a firewall between the nodes, for example
         return True
 
-    async def _is_refused(self, leader: DetectorPort) -> bool:
+    async def is_refused(self, leader: DetectorPort) -> bool:
         """Return whether all addresses of the leader refuse a connection."""
         try:
-            async with asyncio.timeout(_PORT_TIMEOUT):
+            async with asyncio.timeout(self._port_timeout):
                 for address in await resolve(leader.address, leader.port):
                     try:
                         (await self._network.dial(address)).close()
@@ -176,7 +187,7 @@ class CoordinatorLink:
 
     async def aclose(self) -> None:
         """Close the port: the other members take this process for lost if its lease lives."""
-        server, self._server = self._server, None
+        server, self.server = self.server, None
         if server is not None:
             await server.aclose()
 

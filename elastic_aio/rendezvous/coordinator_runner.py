@@ -199,7 +199,7 @@ class CoordinatorRunner:
                     deciding = self._call_decide(self._coordinator, failure)
                     self._deciding = create_task(deciding, name="restart.decide")
                 case RoundRecord():
-                    records.append(self._record(store, effect))
+                    records.append(self.record_round(store, effect))
                 case Event():
                     self._publish(effect)
         starts = [one.body.placement for one in orders.values() if isinstance(one.body, StartRound)]
@@ -239,7 +239,7 @@ class CoordinatorRunner:
             if not (isinstance(one, SendOrder) and isinstance(one.order.body, EndJob))
         ]
 
-    async def _record(self, store: Store, record: RoundRecord) -> None:
+    async def record_round(self, store: Store, record: RoundRecord) -> None:
         """Record the last round, for a coordinator that meets no member of it.
 
         The write of a deposed coordinator may arrive when its successor has read the record;

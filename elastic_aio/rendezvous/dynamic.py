@@ -265,7 +265,7 @@ class DynamicRendezvous(Rendezvous):
         self._agent = agent
         self._run_id = run_id
         self._locator = self._make_locator(network)
-        self._round_settings = _round_settings(spec)
+        self._round_settings = round_settings(spec)
         self._member = Member(
             # The name of the host makes it readable.
             f"{node.name}.{node.pid}.{random_bytes(4).hex()}",
@@ -641,7 +641,7 @@ def _program_of(spec: LaunchSpec) -> str:
     return " ".join(words)
 
 
-def _round_settings(spec: LaunchSpec) -> RoundSettings:
+def round_settings(spec: LaunchSpec) -> RoundSettings:
     settings = spec.rendezvous
     is_static = settings.backend == "static"
     return RoundSettings(

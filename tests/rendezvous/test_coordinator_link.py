@@ -11,7 +11,6 @@ import pytest
 
 from elastic_aio.aio import cancel_and_wait, create_task
 from elastic_aio.errors import StoreRefused
-from elastic_aio.rendezvous import coordinator_link
 from elastic_aio.rendezvous.coordinator_link import CoordinatorLink
 from elastic_aio.rendezvous.messages import LEASE_LINGER, DetectorPort
 from elastic_aio.spec.checks import parse_host_port
@@ -66,7 +65,7 @@ class Leader:
         return watching
 
     def has(self, name: str) -> bool:
-        server = self.detector._server
+        server = self.detector.server
         return server is not None and b"/" + name.encode() in server.keyspace.list_keys()
 
     async def aclose(self) -> None:
@@ -184,16 +183,14 @@ async def test_a_leader_that_does_not_answer_has_not_gone(
     assert leader.engine.ended == [b"member"]
 
 
-async def test_a_port_that_cannot_be_reached_costs_nothing(
-    leader: Leader, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_port_that_cannot_be_reached_costs_nothing(leader: Leader) -> None:
     """It refuses connections, but this member has never been connected."""
-    monkeypatch.setattr(coordinator_link, "_CONNECT_TIMEOUT", 0.1)
     await leader.open()
     host, number = parse_host_port("endpoint", free_endpoint())
     port = DetectorPort(host, number, "0" * 32, "leader")
     engine = cast("EngineStore", leader.engine)
-    watching = create_task(CoordinatorLink().watch_leader(port, engine, lease_of("member")))
+    link = CoordinatorLink(connect_timeout=0.1)
+    watching = create_task(link.watch_leader(port, engine, lease_of("member")))
     await asyncio.sleep(LINGER_S)
     await cancel_and_wait([watching])
     assert not leader.engine.ended
@@ -203,7 +200,7 @@ async def test_a_store_without_the_token_is_not_used() -> None:
     """Another job's leader may have got the port."""
     async with StoreServer(HOST, token="another token of a job") as server:
         port = DetectorPort(HOST, server.port, "0" * 32, "leader")
-        assert not await CoordinatorLink()._stay_connected(port, "member")
+        assert not await CoordinatorLink().stay_connected(port, "member")
 
 
 async def test_the_port_outlives_a_term_and_follows_the_address(leader: Leader) -> None:

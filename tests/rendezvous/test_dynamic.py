@@ -560,12 +560,12 @@ async def test_garbage_in_the_store_stops_no_worker() -> None:
     spec = job_spec(endpoint, "2")
     async with present(FakeAgent("a", spec)) as members:
         (a,) = members
-        await a.wait_event(CoordinatorChanged)
+        member = (await a.wait_event(NodeJoined)).member
         async with connect(endpoint) as store:
             ours = store.prefixed("elastic_aio/run/0")
             for text in (b"", b"\x00\xff", b"{}", b"[" * 100_000, b'{"serial":"x"}'):
                 await ours.set("t/stranger", text)
-                await ours.set(f"o/{a.rendezvous._member.name}", text)  # type: ignore[attr-defined]
+                await ours.set(f"o/{member}", text)
             order = await ours.get("o/stranger", timeout=10)
             assert b"cannot be read by this version" in order
             b = FakeAgent("b", spec)

@@ -11,6 +11,7 @@ from elastic_aio.errors import StoreLost
 from elastic_aio.events import Event
 from elastic_aio.node_events import (
     CoordinatorChanged,
+    NodeJoined,
     NodeLost,
     RendezvousStoreLost,
     RoundWaiting,
@@ -19,7 +20,7 @@ from elastic_aio.outcome import JobState
 from elastic_aio.rendezvous import state
 from elastic_aio.rendezvous.base import RoundStopped
 from elastic_aio.rendezvous.event_stream import EVENTS, EventStreamWriter
-from elastic_aio.rendezvous.messages import ProbePeers
+from elastic_aio.rendezvous.messages import Order, ProbePeers, decode_status, encode
 from elastic_aio.spec.restart import RestartPolicy
 from elastic_aio.spec.stop import StopPlan
 from elastic_aio.store import StoreServer, connect
@@ -162,10 +163,23 @@ async def test_a_failed_write_does_not_end_the_event_stream(
 
 
 async def test_an_invalid_probe_address_is_not_reached() -> None:
-    a = FakeAgent("a", job_spec(free_endpoint(), "1:2", last_call_timeout=0.0))
+    endpoint = free_endpoint()
+    a = FakeAgent("a", job_spec(endpoint, "1:2", last_call_timeout=0.0))
     async with present(a):
         await a.wait_formed(1)
-        probe = a.rendezvous._probe  # type: ignore[attr-defined]
-        for address, port in (("127.0.0.1", 1 << 20), ("x" * 100 + ".example", 1)):
-            await probe(ProbePeers(3, address, port))
-            assert address in a.rendezvous._member.status.probe_error  # type: ignore[attr-defined]
+        member = (await a.wait_event(NodeJoined)).member
+        async with connect(endpoint) as store:
+            ours = store.prefixed("elastic_aio/run/0")
+            async with ours.watch(f"t/{member}") as statuses:
+                for number, address, port in (
+                    (3, "127.0.0.1", 1 << 20),
+                    (4, f"{'x' * 100}.test", 1),
+                ):
+                    order = Order(1, 100 + number, ProbePeers(number, address, port))
+                    await ours.set(f"o/{member}", encode(order))
+                    status = await anext(
+                        one
+                        async for change in statuses
+                        if (one := decode_status(change.value or b"")).probed_round == number
+                    )
+                    assert address in status.probe_error

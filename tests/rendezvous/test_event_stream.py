@@ -266,13 +266,12 @@ async def test_a_recorded_end_is_the_last_event() -> None:
 
 
 async def test_a_broken_connection_loses_no_event() -> None:
-    async with serving() as (server, store):
+    async with serving() as (server, store), ChaosProxy(server.port) as proxy:
         stream = EventStreamWriter(store)
         await stream.write(started(0))
-        async with hasty(follow_job(server.endpoint, "r", timeout=20)) as events:
+        async with hasty(follow_job(proxy.endpoint, "r", timeout=20)) as events:
             assert shown(await taken(events, 1)) == [0]
-            store_of_events: Any = events._store
-            store_of_events._store._link.fail("broken by the test")
+            proxy.cut()
             await stream.write([*started(1), DONE])
             assert shown(await all_of(events)) == [1, "JobFinished"]
 

@@ -9,9 +9,9 @@ import pytest
 
 from elastic_aio.aio import Notifier, cancel_and_wait, create_task, wait_forever
 from elastic_aio.discovery.locator import LocatedStore
+from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.discovery.runs import RunRecord
 from elastic_aio.outcome import JobState
-from elastic_aio.rendezvous import coordinator_link
 from elastic_aio.rendezvous.base import RoundStopped, StopRound
 from elastic_aio.rendezvous.coordinator_link import CoordinatorLink
 from elastic_aio.rendezvous.coordinator_runner import CoordinatorRunner
@@ -68,7 +68,7 @@ async def test_a_round_record_never_replaces_that_of_a_later_term(former: int, s
         runner = CoordinatorRunner(
             settings, budget, unused, node=unused, run_id="run", root=None, on_end=unused
         )
-        await runner._record(store, RoundRecord(term, term, 0, 0, is_open=True, history=None))
+        await runner.record_round(store, RoundRecord(term, term, 0, 0, is_open=True, history=None))
     record = RoundRecord.decode(await store.peek("round"))
     assert record is not None
     assert record.term == stands
@@ -103,16 +103,15 @@ async def test_a_leader_whose_record_is_replaced_leads_no_more() -> None:
             await cancel_and_wait([leading])
 
 
-async def test_a_leader_that_says_nothing_has_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_leader_that_says_nothing_has_not_gone() -> None:
     """Only a refusal proves that no process has the port."""
-    monkeypatch.setattr(coordinator_link, "_PORT_TIMEOUT", 0.05)
-    detector = CoordinatorLink()
     asked = asyncio.Event()
 
-    async def dial(address: object) -> Any:
-        asked.set()
-        await wait_forever()
+    class Silent(StoreNetwork):
+        async def dial(self, address: object) -> Never:
+            asked.set()
+            await wait_forever()
 
-    monkeypatch.setattr(detector._network, "dial", dial)
-    assert not await detector._is_refused(DetectorPort("127.0.0.1", 1, "", "leader"))
+    detector = CoordinatorLink(Silent(), port_timeout=0.05)
+    assert not await detector.is_refused(DetectorPort("127.0.0.1", 1, "", "leader"))
     assert asked.is_set()

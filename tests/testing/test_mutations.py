@@ -143,12 +143,12 @@ def test_orders_that_are_compared_across_stores(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_rounds_that_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings_of = dynamic._round_settings
+    settings_of = dynamic.round_settings
 
     def overlapping(*args: Any, **options: Any) -> Any:
         return replace(settings_of(*args, **options), overlap=True)
 
-    monkeypatch.setattr(dynamic, "_round_settings", overlapping)
+    monkeypatch.setattr(dynamic, "round_settings", overlapping)
     assert "still runs on" in violation(500)
 
 
