@@ -55,6 +55,17 @@ async def listening(
         yield
 
 
+def resolve_by(monkeypatch: pytest.MonkeyPatch, answer: Callable[[str], str]) -> None:
+    """Let the resolver look up `answer` of each name in place of the name."""
+    lookup = socket.getaddrinfo
+
+    def resolve(host: str, *args: object, **options: object) -> object:
+        name = host if options.get("flags") else answer(host)
+        return lookup(name, *args, **options)  # type: ignore[arg-type]  # as they came
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+
+
 async def are_together(one: LocatedStore, other: LocatedStore) -> bool:
     """Return whether one reads what the other writes."""
     await one.store.set("together", one.local_address)
@@ -92,14 +103,7 @@ async def test_a_name_with_a_loopback_address_is_served_on_all_interfaces(
     make_locator: MakeLocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many systems list their own name with 127.0.1.1."""
-    lookup = socket.getaddrinfo
-
-    def resolve(host: str, *args: object, **options: object) -> object:
-        if host == "nodea" and not options.get("flags"):
-            host = "127.0.1.1"
-        return lookup(host, *args, **options)  # type: ignore[arg-type]  # as they came
-
-    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    resolve_by(monkeypatch, lambda host: "127.0.1.1" if host == "nodea" else host)
     monkeypatch.setattr("elastic_aio.discovery.locator.outbound_address", lambda *_: "192.0.2.7")
     port = free_port()
     located = await make_locator(f"nodea:{port}").locate(is_first=True)
@@ -297,15 +301,15 @@ async def test_a_resolver_that_does_not_answer(
     make_locator: MakeLocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It delays neither other endpoints nor the exit."""
-    lookup, answered = socket.getaddrinfo, threading.Event()
+    answered = threading.Event()
 
-    def resolve(host: str, *args: object, **options: object) -> object:
-        if host == "slow.example" and not options.get("flags"):
+    def answer(host: str) -> str:
+        if host == "slow.example":
             answered.wait()
             raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
-        return lookup(host, *args, **options)  # type: ignore[arg-type]  # as they came
+        return host
 
-    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    resolve_by(monkeypatch, answer)
     try:
         port = free_port()
         located = await make_locator(f"slow.example:{port},127.0.0.1:{port}").locate(is_first=False)
@@ -325,14 +329,10 @@ async def test_a_resolver_that_does_not_answer(
 async def test_localhost_needs_no_resolver(
     make_locator: MakeLocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lookup = socket.getaddrinfo
+    def refuse(host: str) -> str:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
-    def resolve(host: str, *args: object, **options: object) -> object:
-        if not options.get("flags"):
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return lookup(host, *args, **options)  # type: ignore[arg-type]  # as they came
-
-    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    resolve_by(monkeypatch, refuse)
     assert (await make_locator(f"localhost:{free_port()}").locate(is_first=True)).is_host
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -146,13 +146,17 @@ class CoordinatorHarness:
         self.members.clear()
         self.elect(name, former=RoundRecord.decode(encode(self.recorded)))
 
-    def join(self, *names: str, **fields: object) -> None:
+    def join(self, *names: str, **fields: Any) -> None:
         """Add members, then let the coordinator decide."""
         for name in names:
-            member = self.members[name] = Member(name, status(name, self.settings, **fields))
-            member.attend(self._store)
-            self.done[name] = []
+            self.add(name, **fields)
         self.settle()
+
+    def add(self, name: str, settings: RoundSettings | None = None, **fields: object) -> None:
+        """Add a member, which may have other settings."""
+        member = Member(name, status(name, settings or self.settings, **fields))
+        member.attend(self._store)
+        self.members[name], self.done[name] = member, []
 
     def settle(self, now: float | None = None) -> None:
         """Deliver statuses and orders until there are no more effects."""
@@ -297,6 +301,12 @@ class CoordinatorHarness:
     def last(self, name: str) -> MemberEffect:
         """Return the last effect of a member."""
         return self.done[name][-1]
+
+    def end_of(self, name: str) -> JobOutcome:
+        """Return how the job has just ended for a member."""
+        end = self.last(name)
+        assert isinstance(end, EndJob), end
+        return end.outcome
 
     def end_orders(self) -> dict[str, EndJob]:
         """Return the last `EndJob` of each member that has one."""
