@@ -195,8 +195,7 @@ async def record_end(store: Store, lease: Lease, end: RunEnd) -> RunEnd | None:
     Returns the end that stands: another coordinator may have been first.  None: the job
     has moved to another store.
 
-    Raises:
-        StoreError: the store is lost, or the lease has ended: no end is recorded.
+    Where the lease has ended, no end is recorded.
     """
     claim = _encoder.encode(replace(end, is_final=False))
     final = _encoder.encode(end)
@@ -339,7 +338,6 @@ async def enter_run(
 
     Args:
         store: the whole store.
-        run_id: name of the run.
         job: that in which this node took part last; empty for a new one.
         reuse: whether a node that is not committed begins a new job after an end.
         program: a name of what this node's workers run: a job with another one is no half of
@@ -387,12 +385,9 @@ async def job_to_join(
     That is one which a coordinator leads there, and does not lead elsewhere; or `job` itself if
     its end is known there.
 
-    Args:
-        store: the whole store.
-        run_id: name of the run.
-        job: that of the node; empty for a new one.
-        with_round: whether it goes to another job only if that has had a round.
-        any_end: whether it goes to any end of its own job, or only to its success.
+    `store` is the whole store, and `job` empty for a new node.  `with_round`: it goes to another
+    job only if that has had a round.  `any_end`: it goes to any end of its own job, and not only
+    to its success.
     """
     record = await read_run(store, run_id)
     if record is None:

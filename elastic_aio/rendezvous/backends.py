@@ -27,12 +27,8 @@ _BUILT_IN: Final = ("c10d", "static", "tcp", *ENGINES)
 def make_rendezvous(spec: LaunchSpec, node: NodeInfo, run_id: str, agent: AgentPort) -> Rendezvous:
     """Return the rendezvous of the backend that `spec` names, not yet open.
 
-    `run_id` is the name of the run, the same on all nodes; `agent` takes instructions and
-    events.
-
     Raises:
-        SpecError: there is no such backend, it cannot be loaded, or it returns
-            something else.
+        SpecError: there is no such backend, it cannot be loaded, or it returns another thing.
     """
     name = spec.rendezvous.backend
     rendezvous = _factory(name)(spec, node, run_id, agent)

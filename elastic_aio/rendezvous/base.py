@@ -51,17 +51,13 @@ class Placement(Struct, frozen=True, gc=False):
     """A node's ranks in a round; its size does not depend on the number of nodes.
 
     Attributes:
-        round: number of the round; it only grows.
         formed_by: term, name and store of the coordinator that formed the round.  Two
             coordinators in a network partition may use one number for two rounds.
-        attempt: number of the attempt, the same on all nodes.
         restarts: restarts after failures so far, for TORCHELASTIC_RESTART_COUNT.
         changes: rounds so far that were formed because the membership changed.
         span: the ranks of the node's workers.
-        master_addr: address of the workers' store.
-        master_port: TCP port of that store, reserved by the agent of group rank 0.
-        host_rank: group rank of the node that hosts the nodes' store; -1 for none of them.
-        host_name: name of that node; empty for none.
+        master_addr, master_port: of the workers' store; group rank 0 has reserved the port.
+        host_rank, host_name: of the node that hosts the nodes' store; -1 and empty for none.
     """
 
     round: int
@@ -105,7 +101,7 @@ class RestartCause(Struct, frozen=True, gc=False):
 class StartRound(Struct, frozen=True, tag=True, gc=False):
     """Start the workers of the round of `placement`, after stopping those of an earlier one.
 
-    `cause` is why an attempt follows another one; None for the first.
+    `cause` is None for the first attempt.
     """
 
     placement: Placement
@@ -201,10 +197,7 @@ class RoundStopped(Struct, frozen=True, gc=False):
 
 
 class RoundSucceeded(Struct, frozen=True, gc=False):
-    """All workers of `round` on this node exited with code 0; no process is left.
-
-    `first_success` is that of `RoundStopped`.
-    """
+    """All workers of `round` on this node exited with code 0; no process is left."""
 
     round: int
     first_success: tuple[int, float] | None = None

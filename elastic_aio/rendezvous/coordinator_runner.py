@@ -103,8 +103,8 @@ class CoordinatorRunner:
 
         Cancellation: stops coordinating; the members keep their last orders.
 
-        `name` and `lease` are those of this member, and orders are written under the
-        lease.  `store` has the prefix of the run, and `instance` identifies its server.
+        Orders are written under the `lease` of this member.  `store` has the prefix of the run,
+        and `instance` identifies its server.
 
         Raises:
             StoreError: the store is lost, or the lease has ended.
@@ -258,11 +258,7 @@ class CoordinatorRunner:
             await self._progress.wait()
 
     async def delete_keys(self, store: Store) -> None:
-        """Delete the keys of the ended generation, all but its end.
-
-        Raises:
-            StoreError: the store is lost.
-        """
+        """Delete the keys of the ended generation, all but its end."""
         while self._unwritten:
             await self._progress.wait()
         await asyncio.gather(delete_events(store), store.delete(_ROUND))

@@ -94,11 +94,8 @@ class Election:
     async def run(self, store: Store, run: RunRecord, lease: Lease, records: Watch) -> Never:
         """Campaign whenever there is no leader, and lead when elected.
 
-        `store` has the prefix of the generation `run`, `lease` is this member's, and `records`
-        watches the key `coordinator`.
-
-        Raises:
-            StoreError: the store is lost, or the lease has ended.
+        `store` has the prefix of the generation `run`, and `records` watches the key
+        `coordinator`.  Raises `StoreError` when the store is lost, or the lease has ended.
         """
         self._store, self._run = store, run
         present = records.present.get(_KEY)

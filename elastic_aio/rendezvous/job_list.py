@@ -116,10 +116,7 @@ class JobList:
             await self._store.aclose()
 
     async def read(self, limit: int | None = None) -> list[ListedJob]:
-        """Return all jobs, or some, the latest last.
-
-        Args:
-            limit: most jobs to read; None reads all.
+        """Return all jobs, or at most `limit`, the latest last.
 
         Raises:
             StoreError: the store is lost, or refuses a request.

@@ -85,8 +85,7 @@ class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     Attributes:
         protocol: always written: the default of another version is another one.
         serial: grows with each status of the member.
-        address: where other nodes reach it.
-        port: reserved there for the workers of the next round.
+        address, port: where other nodes reach it; reserved for the workers of the next round.
         is_host: whether it hosts the store.
         minimum, maximum: nodes of the job, by its own command line.
         program, uid: what its workers run, and as which user; empty and -1 if not known.
@@ -95,12 +94,8 @@ class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
         stopped_round: no worker of this round or of an earlier one runs there.
         probed_round: the round of its last `ProbePeers` order.
         probe_error: why the probe failed; empty if it did not.
-        failures: those of the round, the root cause first.
-        is_permanent: another attempt cannot succeed, because of `permanent_reason`.
-        exit_code: of such a failure.
-        runtime: seconds that the workers of the round ran.
-        first_success: rank of the first of them that exited with 0, and when, in Unix seconds.
-        may_be_leaving: whether a SIGTERM to its whole host may have ended them.
+        failures, is_permanent, permanent_reason, exit_code, runtime, first_success,
+            may_be_leaving: as in the last `RoundStopped` of the round.
         acked: term and serial of the last order of this store that it had seen.
         members_done: members of the round that have left after their success; all of them
             once the job is about to end.
@@ -286,12 +281,8 @@ class LeaderRecord(_Record, frozen=True):
 class RoundRecord(_Record, frozen=True):
     """The value of the key `round`: the last round, for a coordinator that meets no member of it.
 
-    Attributes:
-        term: of the coordinator that wrote it.
-        round, attempt, changes, formed_by: as in a `Placement`.
-        is_open: whether workers of the round may run.
-        history: what the restart budget had counted.
-        written_at: by the clock of the coordinator's host, in Unix seconds.
+    `is_open`: workers of the round may run.  `history` is what the restart budget had counted,
+    and `written_at` by the clock of the coordinator's host, in Unix seconds.
     """
 
     term: HistoryCount
@@ -319,12 +310,7 @@ def encode(value: MemberStatus | Order | _Record) -> bytes:
 
 
 def decode_status(text: bytes) -> MemberStatus:
-    """Read a status.
-
-    Raises:
-        MessageError: it is not valid JSON of a status, is too large, or has impossible
-            values.
-    """
+    """Read a status; raise `MessageError` if it is none, too large, or impossible."""
     try:
         status = _decode(text, MemberStatus)
     except MessageError:
@@ -337,11 +323,7 @@ def decode_status(text: bytes) -> MemberStatus:
 
 
 def decode_order(text: bytes) -> Order:
-    """Read an order.
-
-    Raises:
-        MessageError: it is not valid JSON of an order, or is too large.
-    """
+    """Read an order; raise `MessageError` if it is none, or too large."""
     return _decode(text, Order)
 
 
