@@ -16,12 +16,13 @@ from elastic_aio.discovery.runs import enter_run, restore_end, run_store
 from elastic_aio.errors import SpecError, StoreClosed, StoreLost, StoreRefused, StoreTimeout
 from elastic_aio.event_json import event_from_json, event_to_json
 from elastic_aio.events import AttemptFailed
-from elastic_aio.outcome import ExitStatus, Failure, JobOutcome, WorkerError
+from elastic_aio.outcome import Failure, JobOutcome, WorkerError
 from elastic_aio.rendezvous import event_stream
 from elastic_aio.rendezvous.event_stream import KEPT, EventStreamWriter, JobEvents, count_events
 from elastic_aio.spec.restart import Backoff
 from elastic_aio.store import MemoryStore, Store, StoreServer, connect
 from tests.support.chaos import ChaosProxy
+from tests.support.coordinator_harness import failure
 
 DONE = JobFinished(state=JobState.SUCCEEDED, why="done", exit_code=0, duration=1.0, restarts=0)
 
@@ -418,14 +419,8 @@ async def test_iteration_outside_of_the_context() -> None:
 
 
 def huge_failure(length: int) -> Failure:
-    return Failure(
-        rank=0,
-        local_rank=0,
-        pid=1,
-        host="a",
-        status=ExitStatus(code=1),
+    return failure(
         time=1.0,
-        order=0,
         error=WorkerError("boom", "line\n" * length, 1.0, "/x"),
         stderr_tail=("\udcff" * length,) * 50,
     )

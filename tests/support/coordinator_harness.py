@@ -60,10 +60,12 @@ def status(name: str, settings: RoundSettings, **fields: object) -> MemberStatus
     return MemberStatus(serial=1, address=name, port=1, **given)  # type: ignore[arg-type]
 
 
-def failure(code: int = 1, time: float = 0.0, **fields: object) -> Failure:
+def failure(
+    code: int = 1, time: float = 0.0, *, rank: int = 0, host: str = "h", **fields: Any
+) -> Failure:
     """Return the failure of a worker."""
-    given: dict[str, object] = {"host": "h", "order": 0, "status": ExitStatus(code=code), **fields}
-    return Failure(rank=0, local_rank=0, pid=1, time=time, **given)  # type: ignore[arg-type]
+    fields = {"order": 0, "status": ExitStatus(code=code), **fields}
+    return Failure(rank=rank, local_rank=0, pid=1, host=host, time=time, **fields)
 
 
 class CoordinatorHarness:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from elastic_aio.events import Event
 from elastic_aio.node_events import CoordinatorChanged
-from elastic_aio.outcome import ExitStatus, Failure, JobOutcome
+from elastic_aio.outcome import Failure, JobOutcome
 from elastic_aio.rendezvous.base import (
     EndJob,
     Instruction,
@@ -28,6 +28,7 @@ from elastic_aio.rendezvous.dynamic import DynamicRendezvous
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import RestartAction
+from tests.support.coordinator_harness import failure
 from tests.support.restarts import AT_ONCE
 
 E = TypeVar("E")
@@ -62,19 +63,6 @@ def job_spec(
         max_restarts=max_restarts,
         restart=settings.pop("restart", AT_ONCE),
         rendezvous=RendezvousSpec(endpoint=endpoint, **settings),
-    )
-
-
-def failure(rank: int = 0, *, code: int = 3, host: str = "here", time: float = 0.0) -> Failure:
-    """Return a failure of a worker."""
-    return Failure(
-        rank=rank,
-        local_rank=0,
-        pid=1,
-        host=host,
-        status=ExitStatus(code=code),
-        time=time,
-        order=0,
     )
 
 
@@ -166,7 +154,7 @@ class FakeAgent:
         self.rendezvous.report(
             RoundStopped(
                 round,
-                (failure(self.place.span.first_rank, code=code, host=self.name, time=time),),
+                (failure(code, time, rank=self.place.span.first_rank, host=self.name),),
                 is_permanent=final,
                 permanent_reason="it can never work" if final else "",
                 exit_code=code,
