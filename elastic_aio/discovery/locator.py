@@ -298,9 +298,6 @@ async def _discard(
 
 # --------------------------------------------------------------------------- x
 
-_SILENT_AFTER: Final = 2.0
-"""Seconds of an attempt after which an endpoint counts as one without a store."""
-
 _RESOLVE_TIMEOUT: Final = 1.0
 """Seconds for the addresses of a host."""
 
@@ -335,8 +332,18 @@ class EndpointMonitor:
     Must be closed.
     """
 
-    def __init__(self, endpoint: Endpoint, dialer: Dialer, on_change: Callable[[], None]) -> None:
-        """Begin; `on_change` is called when `state` has changed."""
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        dialer: Dialer,
+        on_change: Callable[[], None],
+        *,
+        silent_after: float = 2.0,
+    ) -> None:
+        """Begin; `on_change` is called when `state` has changed.
+
+        After `silent_after` seconds of an attempt the endpoint counts as one without a store.
+        """
         self.endpoint = endpoint
         self.addresses: tuple[Address, ...] = ()
         self.own_addresses: tuple[Address, ...] = ()
@@ -351,6 +358,7 @@ class EndpointMonitor:
         self._handshake: StoreHandshake | None = None
         self._dialer = dialer
         self._on_change = on_change
+        self._silent_after = silent_after
         self._retry = asyncio.Event()
         self._resolved_at = 0.0
         self._task = create_task(self._run(), f"monitor of {endpoint.text}")
@@ -412,7 +420,8 @@ class EndpointMonitor:
 
     async def _dial(self) -> None:
         # The attempt goes on: its answer may be on the way.
-        silent = asyncio.get_running_loop().call_later(_SILENT_AFTER, self._set_no_store, SILENT)
+        call_later = asyncio.get_running_loop().call_later
+        silent = call_later(self._silent_after, self._set_no_store, SILENT)
         try:
             self._handshake = await self._dialer.dial(self.endpoint.host, self.addresses)
         except StoreNotFound as error:

@@ -18,9 +18,13 @@ from elastic_aio.discovery import locator as locator_module
 from elastic_aio.discovery.choice import EndpointState
 from elastic_aio.discovery.locator import (
     ActiveElsewhere,
+    Dialer,
     DiscoveryError,
+    Endpoint,
+    EndpointMonitor,
     LocatedStore,
     StoreLocator,
+    StoreNotFound,
 )
 from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.discovery.runs import RunRecord, enter_run
@@ -592,8 +596,8 @@ async def test_a_self_connect_is_refused(make_locator: MakeLocator) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "socket", bound)
-        connector = locator_module.Dialer(RendezvousSpec(), RUN, StoreNetwork())
-        with pytest.raises(locator_module.StoreNotFound, match="refused"):
+        connector = Dialer(RendezvousSpec(), RUN, StoreNetwork())
+        with pytest.raises(StoreNotFound, match="refused"):
             await connector.dial("127.0.0.1", [(socket.AF_INET, ("127.0.0.1", port))])
 
 
@@ -618,20 +622,16 @@ async def test_a_busy_host_serves_at_its_own_address(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-async def test_a_slow_store_counts_as_none_and_is_still_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_slow_store_counts_as_none_and_is_still_waited_for() -> None:
     """Another attempt would cost it the same work again."""
-    monkeypatch.setattr(locator_module, "_SILENT_AFTER", 0.1)
     states: list[tuple[EndpointState, str]] = []
     async with StoreServer("127.0.0.1") as server, ChaosProxy(server.port) as proxy:
         proxy.delay = 0.2
         changed = asyncio.Event()
         spec = RendezvousSpec(endpoint=proxy.endpoint, heartbeat_timeout=30.0)
-        connector = locator_module.Dialer(spec, RUN, StoreNetwork())
-        watched = locator_module.EndpointMonitor(
-            locator_module.Endpoint.parse(0, proxy.endpoint), connector, changed.set
-        )
+        connector = Dialer(spec, RUN, StoreNetwork())
+        endpoint = Endpoint.parse(0, proxy.endpoint)
+        watched = EndpointMonitor(endpoint, connector, changed.set, silent_after=0.1)
         try:
             while not states or states[-1][0] is not EndpointState.STORE:
                 await changed.wait()
