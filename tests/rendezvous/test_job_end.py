@@ -15,6 +15,7 @@ from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.testing import SimNode, Simulation, WorkerBehavior
 from elastic_aio.testing.store import SimStore
 from tests.support.coordinator_harness import CoordinatorHarness
+from tests.support.simulated_nodes import ended, together
 
 ALONE = "others had not"
 """In the outcome of a node that knows only of its own success."""
@@ -180,8 +181,7 @@ def start_two(sim: Simulation) -> tuple[SimNode, SimNode]:
 
 def start_with_spare(sim: Simulation) -> tuple[SimNode, SimNode]:
     """Return a node that runs a round alone, and one on standby."""
-    a = sim.add_node("a")
-    sim.run_until(lambda: sim.is_settled(1), 60)
+    (a,) = together(sim, "a")
     spare = sim.add_node("spare")
     sim.run_until(lambda: spare.is_standing_by, 60)
     return a, spare
@@ -221,8 +221,7 @@ def test_a_node_of_a_finished_job_enters_no_next_one(
         sim.run(1)
         sim.heal()
         sim.run_until(lambda: not b.is_live, 60)
-        assert b.outcome is not None
-        assert ends_by_75(b) or b.outcome.state is JobState.SUCCEEDED
+        assert ends_by_75(b) or ended(b).state is JobState.SUCCEEDED
         second.append(sim.add_node("c"))
         sim.run_until(lambda: sim.is_over, 60)
         assert sorted(started) == [one.name for one in second]
@@ -243,10 +242,8 @@ def test_a_node_reads_the_end_of_its_job_in_the_next_generation() -> None:
         sim.run_until(lambda: sim.is_settled(2, [sim.nodes["a"], sim.nodes["c"]]), 60)
         sim.heal()
         sim.run_until(lambda: not b.is_live, 60)
-        assert a.outcome is not None
-        assert b.outcome is not None
-        assert a.outcome.state is b.outcome.state
-        assert (a.outcome.why, a.outcome.exit_code) == (b.outcome.why, b.outcome.exit_code)
+        assert ended(a).state is ended(b).state
+        assert (ended(a).why, ended(a).exit_code) == (ended(b).why, ended(b).exit_code)
 
 
 def test_a_node_on_standby_enters_no_other_job() -> None:
@@ -287,8 +284,7 @@ def test_a_node_on_standby_goes_on_alone_unless_it_knows_of_the_success(is_infor
 def test_a_killed_coordinator_has_recorded_the_end_that_it_orders(seed: int) -> None:
     """A node that comes later runs nothing, even if no other one has seen the order."""
     with Simulation(two_jobs(), seed=seed, endpoints=["store0"]) as sim:
-        nodes = [sim.add_node("a"), sim.add_node("b")]
-        sim.run_until(lambda: sim.is_settled(2), 60)
+        nodes = together(sim, "ab")
         killed: list[SimNode] = []
 
         def kill(store: SimStore, member: str, body: object) -> None:
@@ -303,17 +299,15 @@ def test_a_killed_coordinator_has_recorded_the_end_that_it_orders(seed: int) -> 
         late = sim.add_node("late")
         sim.run_until(lambda: sim.is_over, 60)
         assert late.placement is None
-        assert late.outcome is not None
-        assert late.outcome.cause is EndCause.RUN_HAD_ENDED
-        assert late.outcome.state is JobState.SUCCEEDED
+        assert ended(late).cause is EndCause.RUN_HAD_ENDED
+        assert ended(late).state is JobState.SUCCEEDED
 
 
 def test_nodes_that_all_fail_with_their_store_go_on_elsewhere() -> None:
     """No node is busy when they meet again, and a spare node comes first."""
     spec = LaunchSpec("x", nnodes="2:3", max_restarts=3)
     with Simulation(spec, endpoints=["a", "spare"]) as sim:
-        a, b, c = (sim.add_node(name) for name in "abc")
-        sim.run_until(lambda: sim.is_settled(3), 60)
+        a, b, c = together(sim, "abc")
         spare = sim.add_node("spare")
         sim.run_until(lambda: spare.is_standing_by, 60)
         sim.kill(a)
@@ -408,8 +402,7 @@ def test_an_end_that_the_store_has_lost_is_restored() -> None:
         sim.run_until(lambda: sim.is_over, 60)
         late = sim.add_node("late")
         sim.run_until(lambda: sim.is_over, 60)
-        assert late.outcome is not None
-        assert (late.placement, late.outcome.cause) == (None, EndCause.RUN_HAD_ENDED)
+        assert (late.placement, ended(late).cause) == (None, EndCause.RUN_HAD_ENDED)
 
 
 def test_a_host_stays_until_a_lost_member_has_no_lease() -> None:
@@ -431,8 +424,7 @@ def test_a_host_stays_until_a_lost_member_has_no_lease() -> None:
         sim.heal()
         sim.run_until(lambda: sim.is_over, 60)
         assert sim.now - lost_at < 2 * spec.rendezvous.heartbeat_timeout
-        assert b.outcome is not None
-        assert b.outcome.state is JobState.SUCCEEDED
+        assert ended(b).state is JobState.SUCCEEDED
 
 
 def test_a_node_without_its_lease_enters_no_next_job() -> None:

@@ -35,6 +35,7 @@ from elastic_aio.testing import (
     WorkerBehavior,
     run_random_scenario,
 )
+from tests.support.simulated_nodes import ended, placed, together
 
 COUNT = int(os.environ.get("ELASTIC_AIO_SIMULATIONS", "40"))
 FIRST = int(os.environ.get("ELASTIC_AIO_SIMULATIONS_SEED", "0"))
@@ -113,8 +114,7 @@ def three(
 ) -> tuple[Simulation, SimNode, SimNode, SimNode]:
     """Return three nodes that run a round together."""
     sim = Simulation(job("1:3", **settings), seed=seed, endpoints=endpoints)
-    nodes = [sim.add_node(name) for name in "abc"]
-    sim.run_until(lambda: sim.is_settled(3), 60)
+    nodes = together(sim, "abc")
     return sim, nodes[0], nodes[1], nodes[2]
 
 
@@ -132,13 +132,11 @@ def test_a_policy_over_a_hundred_attempts() -> None:
     sim.behavior = lambda node, placement: WorkerBehavior(seconds=5, exit_code=1)
     a, b = sim.add_node("a"), sim.add_node("b")
     sim.run_until(lambda: sim.is_over, 100_000)
-    assert a.outcome is not None
-    assert b.outcome is not None
     # Each node keeps its own failures with their times; the others' come with the order.
-    assert replace(a.outcome, failures=()) == replace(b.outcome, failures=())
-    assert [one.host for one in a.outcome.failures] == [one.host for one in b.outcome.failures]
-    assert a.outcome.restarts == 100
-    assert "all 100 restarts are used up" in a.outcome.why
+    assert replace(ended(a), failures=()) == replace(ended(b), failures=())
+    assert [one.host for one in ended(a).failures] == [one.host for one in ended(b).failures]
+    assert ended(a).restarts == 100
+    assert "all 100 restarts are used up" in ended(a).why
     assert sim.now > 1000
 
 
@@ -148,9 +146,8 @@ def test_a_callback_may_give_up() -> None:
     sim.behavior = lambda node, placement: WorkerBehavior(seconds=1, exit_code=9)
     node = sim.add_node("a")
     sim.run_until(lambda: sim.is_over, 60)
-    assert node.outcome is not None
-    assert node.outcome.why == "restart.decide returned GIVE_UP"
-    assert node.outcome.restarts == 0
+    assert ended(node).why == "restart.decide returned GIVE_UP"
+    assert ended(node).restarts == 0
 
 
 def raise_key_error(_: object) -> RestartAction:
@@ -172,8 +169,7 @@ def test_a_callback_may_fail(decide: Any, error: str) -> None:
     sim.behavior = lambda node, placement: WorkerBehavior(seconds=1, exit_code=9)
     node = sim.add_node("a")
     sim.run_until(lambda: sim.is_over, 60)
-    assert node.outcome is not None
-    assert node.outcome.why == f"restart.decide raised {error}"
+    assert ended(node).why == f"restart.decide raised {error}"
 
 
 def divide(node: SimNode, placement: object) -> WorkerBehavior:
@@ -294,8 +290,7 @@ def test_a_node_without_replies_stops_before_the_others_go_on(seed: int) -> None
     sim.behavior = lambda node, placement: WorkerBehavior(
         stop_duration=20.0 if node.host.name == "c" else 0.0
     )
-    a, b, _c = (sim.add_node(name) for name in "abc")
-    sim.run_until(lambda: sim.is_settled(3), 60)
+    a, b, _c = together(sim, "abc")
     sim.partition(["a", "b"], ["c"], one_way=True)
     sim.run_until(lambda: sim.is_settled(2, [a, b]), 60)
 
@@ -315,8 +310,7 @@ def test_a_pause_of_a_host_restarts_no_worker(host: str, seconds: float) -> None
     sim.suspend(host, seconds)
     sim.run(seconds + 10)
     assert sim.is_settled(3)
-    assert a.running is not None
-    assert a.running.round == 0
+    assert placed(a).round == 0
 
 
 @pytest.mark.parametrize(("stop_duration", "stopped_after"), [(8.0, 23.0), (60.0, 29.9)])
@@ -328,8 +322,7 @@ def test_a_node_that_is_cut_off_stops_by_its_plan(
     sim.behavior = lambda node, placement: WorkerBehavior(
         stop_duration=stop_duration if node.host.name == "c" else 0.0
     )
-    a, b, c = (sim.add_node(name) for name in "abc")
-    sim.run_until(lambda: sim.is_settled(3), 60)
+    a, b, c = together(sim, "abc")
     sim.partition(["a", "b"], ["c"])
     since = sim.now
     sim.run_until(lambda: c.running is None, 60)
@@ -372,8 +365,7 @@ def test_a_killed_host_is_replaced_by_another_endpoint() -> None:
     sim.kill(a)
     sim.run_until(lambda: sim.is_settled(2), 60)
     assert sim.now < 15
-    assert b.running is not None
-    assert b.running.round == 1
+    assert placed(b).round == 1
 
 
 def test_a_restarted_store_restarts_no_worker() -> None:
@@ -383,8 +375,7 @@ def test_a_restarted_store_restarts_no_worker() -> None:
     sim.start_store("store0")
     sim.run(10)
     assert sim.is_settled(3)
-    assert a.running is not None
-    assert a.running.round == 0
+    assert placed(a).round == 0
 
 
 def test_workers_without_a_store_stop() -> None:
@@ -393,8 +384,7 @@ def test_workers_without_a_store_stop() -> None:
     sim.run(12)
     assert c.running is None
     sim.run_until(lambda: c.outcome is not None, 60)
-    assert c.outcome is not None
-    assert c.outcome.is_rendezvous
+    assert ended(c).is_rendezvous
 
 
 @pytest.mark.parametrize("seconds", [0.1, 1.5, 4.0])
@@ -404,8 +394,7 @@ def test_a_suspended_host_comes_back(seconds: float) -> None:
     sim.suspend("b", seconds)
     sim.run(seconds + 1)
     sim.run_until(lambda: sim.is_settled(3), 60)
-    assert b.running is not None
-    assert (b.running.round == 0) == (seconds < 2)
+    assert (placed(b).round == 0) == (seconds < 2)
 
 
 @pytest.mark.parametrize("delay", [0.001, 0.05])
@@ -413,29 +402,24 @@ def test_the_stop_of_all_nodes_is_no_loss(delay: float) -> None:
     """The last one lets the store know, however slow the network is."""
     with Simulation(job("1:2"), endpoints=("store0",), delay=(delay, delay)) as sim:
         for _ in range(3):
-            nodes = [sim.add_node("a"), sim.add_node("b")]
-            sim.run_until(lambda: sim.is_settled(2), 60)
+            nodes = together(sim, "ab")
             for node in nodes:
                 sim.leave(node)
             sim.run_until(lambda: sim.is_over, 10)
-        a = sim.add_node("a")
-        sim.run_until(lambda: sim.is_settled(1), 60)
-        assert a.running is not None
-        assert a.running.round >= 3
+        (a,) = together(sim, "a")
+        assert placed(a).round >= 3
         assert "round 0" in sim.trace
         assert "MembershipChanged" not in sim.trace
 
 
 def test_a_node_that_has_succeeded_is_there_for_a_late_restart() -> None:
     sim = Simulation(job(2, max_restarts=1), endpoints=("store0",))
-    a, b = sim.add_node("a"), sim.add_node("b")
-    sim.run_until(lambda: sim.is_settled(2), 60)
+    a, b = together(sim, "ab")
     a.end_workers(0)
     sim.run(5000)
     sim.fail_worker(b)
     sim.run_until(lambda: sim.is_settled(2), 60)
-    assert a.running is not None
-    assert a.running.restarts == 1
+    assert placed(a).restarts == 1
 
 
 @pytest.mark.parametrize("drained", ["a", "c"])
@@ -443,16 +427,14 @@ def test_the_nodes_stop_together_where_one_is_drained(drained: str) -> None:
     """Their workers save at the same time, for 6 s; then the others go on without the node."""
     sim = Simulation(job("1:3"), endpoints=("store0",))
     sim.behavior = lambda node, placement: WorkerBehavior(stop_duration=6.0)
-    nodes = [sim.add_node(name) for name in "abc"]
-    sim.run_until(lambda: sim.is_settled(3), 60)
+    nodes = together(sim, "abc")
     since, others = sim.now, [node for node in nodes if node.host.name != drained]
     sim.leave(sim.nodes[drained])
     sim.run_until(lambda: all(node.running is None for node in nodes), 60)
     assert sim.now - since < 6.1
     sim.run_until(lambda: sim.is_settled(2, others), 10)
     assert sim.now - since < 7.0
-    assert others[0].running is not None
-    assert others[0].running.restarts == 0
+    assert placed(others[0]).restarts == 0
 
 
 @pytest.mark.parametrize(("grace", "seconds"), [(25.0, 3.0), (2.0, 10.0)])
@@ -486,8 +468,7 @@ def test_a_loop_of_lost_nodes_ends_where_losses_are_noticed_late() -> None:
         last = sim.add_node("last")
         sim.run_until(lambda: sim.is_over, 60)
     assert sim.now > 200
-    assert last.outcome is not None
-    assert "11 node losses" in last.outcome.why
+    assert "11 node losses" in ended(last).why
 
 
 def test_a_node_that_is_stopped_before_its_host_resumes() -> None:
@@ -499,8 +480,7 @@ def test_a_node_that_is_stopped_before_its_host_resumes() -> None:
         sim.leave(a)
         sim.resume("a")
         sim.run_until(lambda: sim.is_over, 10)
-    assert a.outcome is not None
-    assert a.outcome.state is JobState.STOPPED
+    assert ended(a).state is JobState.STOPPED
 
 
 def test_a_broken_connection_is_not_a_loss() -> None:
@@ -511,8 +491,7 @@ def test_a_broken_connection_is_not_a_loss() -> None:
     sim.run(5)
     assert not [event for event in lost if isinstance(event, NodeLost)]
     assert sim.is_settled(3)
-    assert b.running is not None
-    assert b.running.round == 0
+    assert placed(b).round == 0
 
 
 def test_standby_nodes_come_and_go_without_changing_the_round() -> None:
@@ -542,8 +521,7 @@ def test_four_joiners_one_after_the_other_restart_the_workers_once(
             seen.append((node.name, event.why))
 
     sim.checker.event_hook = note
-    a, b = sim.add_node("a"), sim.add_node("b")
-    sim.run_until(lambda: sim.is_settled(2), 60)
+    a, b = together(sim, "ab")
     for name in "defg":
         sim.add_node(name)
         sim.run(3)
@@ -566,8 +544,7 @@ def test_a_change_is_withdrawn_on_all_nodes_when_the_joiner_is_lost() -> None:
             left[node.name] = event.time_left
 
     sim.checker.event_hook = note
-    steady = [sim.add_node(name) for name in "abc"]
-    sim.run_until(lambda: sim.is_settled(3), 60)
+    steady = together(sim, "abc")
     joiner = sim.add_node("d")
     sim.run_until(lambda: set(left.values()) == {60.0} and len(left) == 4, 30)
     sim.kill(joiner)
@@ -580,8 +557,7 @@ def test_a_change_is_withdrawn_on_all_nodes_when_the_joiner_is_lost() -> None:
 def test_nodes_learn_how_many_workers_of_others_have_finished() -> None:
     """From one coordinator, which leaves then, and from the next one."""
     sim = Simulation(job("3"), endpoints=("store0",))
-    nodes = [sim.add_node(name) for name in "abc"]
-    sim.run_until(lambda: sim.is_settled(3), 60)
+    nodes = together(sim, "abc")
     (first,) = sim.coordinators
     second, last = (one for one in nodes if one is not first)
 
@@ -606,15 +582,13 @@ def test_nodes_learn_how_many_workers_of_others_have_finished() -> None:
 def test_an_unreachable_joiner_does_not_change_the_round() -> None:
     """It reaches the store, but not group rank 0."""
     sim = Simulation(job("1:4"), endpoints=("store0",))
-    a, b = sim.add_node("a"), sim.add_node("b")
-    sim.run_until(lambda: sim.is_settled(2), 60)
+    a, b = together(sim, "ab")
     sim.add_host("z")
     sim.partition(["z"], ["a", "b"])
     sim.add_node("z")
     sim.run(20)
     assert sim.is_settled(2, [a, b])
-    assert a.running is not None
-    assert a.running.round == 0
+    assert placed(a).round == 0
     assert "it does not reach the others" in sim.trace
     sim.heal()
     sim.run_until(lambda: sim.is_settled(3), 60)
@@ -674,8 +648,7 @@ def test_clocks_may_be_set() -> None:
         sim.step_clock(b, -seconds)
         sim.run(10)
     assert sim.is_settled(3)
-    assert a.running is not None
-    assert a.running.round == 0
+    assert placed(a).round == 0
 
 
 @pytest.mark.parametrize("seconds", [0.5, 1.5, 6.0])
@@ -685,8 +658,7 @@ def test_a_frozen_store_restarts_no_worker(seconds: float) -> None:
     sim.suspend("store0", seconds)
     sim.run(seconds + 8)
     assert sim.is_settled(3)
-    assert a.running is not None
-    assert a.running.round == 0
+    assert placed(a).round == 0
 
 
 def test_a_host_without_power_is_replaced() -> None:
@@ -706,8 +678,7 @@ def test_static_ranks_stay() -> None:
     sim.kill(sim.nodes["b"])
     b = sim.add_node("b", node_rank=1)
     sim.run_until(lambda: sim.is_settled(3), 60)
-    assert b.running is not None
-    assert b.running.span.group_rank == 1
+    assert placed(b).span.group_rank == 1
     assert finish(sim) == {JobState.SUCCEEDED}
 
 
@@ -716,8 +687,7 @@ def test_a_node_has_the_rank_of_the_spec_unless_it_has_its_own() -> None:
     sim.add_node("a")
     b = sim.add_node("b", node_rank=1)
     sim.run_until(lambda: sim.is_settled(2), 60)
-    assert b.running is not None
-    assert b.running.span.group_rank == 1
+    assert placed(b).span.group_rank == 1
 
 
 def test_a_random_scenario_gives_each_static_node_its_rank() -> None:
@@ -745,8 +715,7 @@ def test_a_mismatched_node_is_rejected() -> None:
     sim, _a, _b, _c = three()
     x = sim.add_node("x", spec=job("2:8"))
     sim.run_until(lambda: x.outcome is not None, 10)
-    assert x.outcome is not None
-    assert "it was started with --nnodes 2:8, the job with 1:3" in x.outcome.why
+    assert "it was started with --nnodes 2:8, the job with 1:3" in ended(x).why
     assert sim.is_settled(3)
 
 
@@ -762,8 +731,7 @@ def test_a_node_whose_workers_never_start_gives_up() -> None:
     )
     a, b = sim.add_node("a"), sim.add_node("b")
     sim.run_until(lambda: b.outcome is not None, 700)
-    assert b.outcome is not None
-    assert b.outcome.why == "the workers of this node have not started within 600 s"
+    assert ended(b).why == "the workers of this node have not started within 600 s"
     assert waited == [60.0 * count for count in range(1, 10)]
     sim.run_until(lambda: sim.is_settled(1, [a]), 40)
 
@@ -792,9 +760,8 @@ def test_two_hundred_nodes() -> None:
 
 def test_a_violation_has_the_trace() -> None:
     sim, a, b, _c = three(seed=77)
-    assert a.running is not None
-    b.placement = a.running
-    sim.checker.rounds.on_started(b, a.running)
+    b.placement = placed(a)
+    sim.checker.rounds.on_started(b, placed(a))
     with pytest.raises(InvariantViolated, match=r"seed 77: .* have the same rank") as caught:
         sim.run(1)
     assert "is started" in str(caught.value)
