@@ -51,14 +51,13 @@ COMMAND = [sys.executable, "-W", "default", "-m", "elastic_aio"]
 RUN = [*COMMAND, "run"]
 
 _WITH_POLICY = """
-import msgspec
 from elastic_aio import Backoff, RestartPolicy
-from elastic_aio.cli import entry, torchrun
-parse = torchrun.parse_run
+from elastic_aio.cli import entry, run_options
+parse = run_options.parse_run
 def parse_with_policy(*args, **options):
     request = parse(*args, **options)
-    return msgspec.structs.replace(request, spec=request.spec.replace(restart=POLICY))
-torchrun.parse_run = parse_with_policy
+    return request.replace(spec=request.spec.replace(restart=POLICY))
+run_options.parse_run = parse_with_policy
 raise SystemExit(entry())
 """
 
