@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from elastic_aio import RoundForming
-from tests.support.cluster import AT_ONCE_S, Cluster
+from tests.support.cluster import AT_ONCE_S, Cluster, within
 from tests.support.programs import Program
 from tests.support.sockets import free_port
 
@@ -52,13 +50,11 @@ async def test_addresses_of_this_host(host: str, tmp_path: Path) -> None:
     if not can_bind("::1") and host == "[::1]":
         pytest.skip("this host has no IPv6")
     async with Cluster(tmp_path, 2, endpoint=f"{host}:{free_port()}") as cluster:
-        began = time.monotonic()
-        agents = [cluster.start() for _ in range(2)]
-        await cluster.workers(*agents)
-        assert time.monotonic() - began < AT_ONCE_S
-        for agent in agents:
-            assert await agent.ask((await agent.workers())[0], "connect") == "connected"
-        assert {ended.code for ended in await cluster.finish(*agents)} == {0}
+        with within():
+            agents = [cluster.start() for _ in range(2)]
+            await cluster.workers(*agents)
+        await cluster.check_master(*agents)
+        await cluster.succeed(*agents)
 
 
 async def test_the_name_of_this_host(tmp_path: Path) -> None:
@@ -70,19 +66,17 @@ async def test_the_name_of_this_host(tmp_path: Path) -> None:
     async with Cluster(tmp_path, 2, endpoint=f"{socket.gethostname()}:{free_port()}") as cluster:
         agents = [cluster.start() for _ in range(2)]
         await cluster.workers(*agents)
-        for agent in agents:
-            assert await agent.ask((await agent.workers())[0], "connect") == "connected"
+        await cluster.check_master(*agents)
 
 
 async def test_a_chosen_local_address(tmp_path: Path) -> None:
     """The master address is the `--local-addr` of group rank 0."""
     async with Cluster(tmp_path, 2) as cluster:
-        host = cluster.start("host", local_addr="127.0.0.3")
-        await host.event(RoundForming)
+        host = await cluster.start_first("host", local_addr="127.0.0.3")
         other = cluster.start("other", local_addr="127.0.0.4")
         workers = await cluster.workers(host, other)
         assert {worker.master_addr for worker in workers} == {"127.0.0.3"}
-        assert await other.ask((await other.workers())[0], "connect") == "connected"
+        await cluster.check_master(other)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]"])
@@ -98,11 +92,10 @@ async def test_wildcard_addresses_are_refused(host: str, tmp_path: Path) -> None
 async def test_two_nodes_must_serve(tmp_path: Path) -> None:
     """Two nodes with `is_host=1`: the first one binds the port, and the second one uses it."""
     async with Cluster(tmp_path, 2, conf={"is_host": 1}) as cluster:
-        host = cluster.start("host")
-        await host.event(RoundForming)
+        host = await cluster.start_first("host")
         second = cluster.start("second")
         await cluster.workers(host, second)
-        assert {ended.code for ended in await cluster.finish(host, second)} == {0}
+        await cluster.succeed(host, second)
 
 
 @asynccontextmanager
@@ -128,9 +121,8 @@ async def test_another_program_has_the_port(how: str, tmp_path: Path) -> None:
         endpoint = f"127.0.0.1:{port}"
         async with Cluster(tmp_path, 2, endpoint=endpoint, conf={"read_timeout": 2}) as cluster:
             node = cluster.start()
-            began = time.monotonic()
-            ended = await node.ended()
-            assert time.monotonic() - began < 2 + AT_ONCE_S
+            with within(2 + AT_ONCE_S):
+                ended = await node.ended()
             assert ended.code not in (0, 143)
             line = ended.err.splitlines()[-1]
             assert endpoint in line

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,23 +13,13 @@ from elastic_aio import (
     DeadlineMissed,
     JobFinished,
     Restarting,
-    RoundForming,
     WorkerExited,
 )
-from tests.support.cluster import AT_ONCE_S, WORKER, AgentProcess, Cluster, launcher_with
+from tests.support.cluster import AT_ONCE_S, WORKER, AgentProcess, Cluster, launcher_with, within
 
 pytestmark = pytest.mark.black_box
 
 WITH_BACKOFF = launcher_with("backoff=Backoff(initial=1.0, factor=2.0, jitter=False)")
-
-
-async def pair(cluster: Cluster, **options: Any) -> tuple[AgentProcess, AgentProcess]:
-    """Start two nodes whose workers have started; the first serves the store."""
-    host = cluster.start("host", **options)
-    await host.event(RoundForming)
-    other = cluster.start("other", **options)
-    await cluster.workers(host, other)
-    return host, other
 
 
 async def fail(node: AgentProcess, attempt: int, how: str) -> None:
@@ -41,28 +30,25 @@ async def fail(node: AgentProcess, attempt: int, how: str) -> None:
 async def test_all_restart_when_one_fails(tmp_path: Path) -> None:
     """Workers of the other nodes are stopped, and all start again with the same count."""
     async with Cluster(tmp_path, 2, max_restarts=1) as cluster:
-        host, other = await pair(cluster, nproc=2)
-        began = time.monotonic()
-        await fail(other, 0, "exit 3")
-        for worker in await host.workers():
-            assert (await host.note("signal", pid=worker.pid)).text == "SIGTERM"
-        workers = await cluster.workers(host, other, attempt=1)
-        assert time.monotonic() - began < AT_ONCE_S
-        assert {(worker.restart_count, worker.max_restarts) for worker in workers} == {(1, 1)}
+        host, other = await cluster.start_all(2, nproc=2)
+        with within():
+            await fail(other, 0, "exit 3")
+            for worker in await host.workers():
+                assert (await host.note("signal", pid=worker.pid)).text == "SIGTERM"
+            await cluster.workers(host, other, attempt=1, restart_count=1, max_restarts=1)
         for node in (host, other):
             assert (await node.event(Restarting)).restarts == 1
-            assert await node.ask((await node.workers(attempt=1))[0], "connect") == "connected"
-        assert {ended.code for ended in await cluster.finish(host, other, attempt=1)} == {0}
+            await cluster.check_master(node, attempt=1)
+        await cluster.succeed(host, other, attempt=1)
 
 
 async def test_one_budget_for_all(tmp_path: Path) -> None:
     """Failures of different nodes are counted together; one more than the budget ends the job."""
     async with Cluster(tmp_path, 2, max_restarts=3) as cluster:
-        host, other = await pair(cluster)
+        host, other = await cluster.start_all(2)
         for attempt in range(3):
             await fail((host, other)[attempt % 2], attempt, "exit 3")
-            workers = await cluster.workers(host, other, attempt=attempt + 1)
-            assert {worker.restart_count for worker in workers} == {attempt + 1}
+            await cluster.workers(host, other, attempt=attempt + 1, restart_count=attempt + 1)
         await fail(other, 3, "exit 9")
         for node in (host, other):
             ended = await node.ended(AT_ONCE_S)
@@ -77,7 +63,7 @@ async def test_one_budget_for_all(tmp_path: Path) -> None:
 async def test_every_report_shows_the_root_cause(culprit: str, tmp_path: Path) -> None:
     """The exception of one worker is in the report of every node, with its traceback."""
     async with Cluster(tmp_path, 2) as cluster:
-        host, other = await pair(cluster, nproc=2)
+        host, other = await cluster.start_all(2, nproc=2)
         fails = {"host": host, "other": other}[culprit]
         worker = (await fails.workers())[1]
         fails.order(worker, "raise no data")
@@ -110,7 +96,7 @@ async def test_the_first_of_several_failures_is_the_root(tmp_path: Path) -> None
 async def test_a_success_that_came_too_early_is_noted_on_every_node(tmp_path: Path) -> None:
     """Of one worker of another node, whose other one runs on."""
     async with Cluster(tmp_path, 2) as cluster:
-        host, other = await pair(cluster, nproc=2)
+        host, other = await cluster.start_all(2, nproc=2)
         early = (await host.workers())[1]
         host.order(early, "exit 0")
         await host.event(WorkerExited, pid=early.pid)
@@ -126,7 +112,7 @@ async def test_a_success_that_came_too_early_is_noted_on_every_node(tmp_path: Pa
 async def test_workers_that_run_long_after_those_of_another_node_fail(tmp_path: Path) -> None:
     """The limit counts from the success of the node; its workers are noted."""
     async with Cluster(tmp_path, 2, exit_skew_timeout=3) as cluster:
-        host, other = await pair(cluster, nproc=2)
+        host, other = await cluster.start_all(2, nproc=2)
         for worker in await host.workers():
             host.order(worker, "exit 0")
         missed = await other.event(DeadlineMissed)
@@ -143,8 +129,7 @@ async def test_workers_that_run_long_after_those_of_another_node_fail(tmp_path: 
 async def test_a_missing_program(tmp_path: Path) -> None:
     """A program that cannot start ends the job on all nodes, without a restart."""
     async with Cluster(tmp_path, 2, max_restarts=5) as cluster:
-        host = cluster.start("host")
-        await host.event(RoundForming)
+        host = await cluster.start_first("host")
         missing = tmp_path / "nothing" / Path(WORKER).name  # as another program it is refused
         other = cluster.start("other", missing, no_python=True)
         for node in (host, other):
@@ -156,7 +141,7 @@ async def test_a_missing_program(tmp_path: Path) -> None:
 async def test_the_back_off_belongs_to_the_job(tmp_path: Path) -> None:
     """Delays before restarts grow, whichever node has failed, and pass once for all nodes."""
     async with Cluster(tmp_path, 2, max_restarts=3, launcher=WITH_BACKOFF) as cluster:
-        host, other = await pair(cluster)
+        host, other = await cluster.start_all(2)
         for attempt, fails in enumerate((host, other)):
             failed_at = time.monotonic()
             await fail(fails, attempt, "exit 3")

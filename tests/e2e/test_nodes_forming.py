@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import time
@@ -19,8 +20,12 @@ from elastic_aio import (
     RoundForming,
     WorkerStarted,
 )
-from tests.support.cluster import AT_ONCE_S, AgentProcess, Cluster
-from tests.support.sockets import free_port
+from elastic_aio.rendezvous.messages import MemberPhase, decode_status
+from elastic_aio.store import connect
+from tests.support.chaos import ChaosProxy
+from tests.support.children import DEADLINE_S
+from tests.support.cluster import AT_ONCE_S, AgentProcess, Cluster, within
+from tests.support.sockets import LOOPBACK, free_port
 from tests.support.worker_notes import Note
 
 pytestmark = pytest.mark.black_box
@@ -40,10 +45,9 @@ def of_node(workers: list[Note], node: AgentProcess) -> list[Note]:
 async def test_all_nodes_form_at_once(count: int, tmp_path: Path) -> None:
     """When the last node has joined, all start, with matching ranks and one master port."""
     async with Cluster(tmp_path, count) as cluster:
-        began = time.monotonic()
-        agents = [cluster.start(nproc=2) for _ in range(count)]
-        workers = await cluster.workers(*agents)
-        assert time.monotonic() - began < AT_ONCE_S
+        with within():
+            agents = [cluster.start(nproc=2) for _ in range(count)]
+            workers = await cluster.workers(*agents)
         for agent in agents:
             for worker in of_node(workers, agent):
                 assert await agent.ask(worker, "connect") == "connected"
@@ -58,14 +62,13 @@ async def test_all_nodes_form_at_once(count: int, tmp_path: Path) -> None:
         assert {worker.world_size for worker in workers} == {2 * count}
         assert {worker.restart_count for worker in workers} == {0}
         assert {worker.role_name for worker in workers} == {"default"}
-        assert {ended.code for ended in await cluster.finish(*agents)} == {0}
+        await cluster.succeed(*agents)
 
 
 async def test_the_store_host_has_group_rank_0(tmp_path: Path) -> None:
     """Without preferred ranks the node that serves the store has group rank 0."""
     async with Cluster(tmp_path, 3) as cluster:
-        host = cluster.start("host")
-        await host.event(RoundForming)
+        host = await cluster.start_first("host")
         others = [cluster.start(), cluster.start()]
         await cluster.workers(host, *others)
         assert (await host.round_formed()).group_rank == 0
@@ -175,8 +178,7 @@ async def test_a_preferred_rank_twice(tmp_path: Path) -> None:
 async def test_nodes_with_other_settings_are_refused(tmp_path: Path) -> None:
     """A node with another `--nnodes` is refused with the reason; the others form a round."""
     async with Cluster(tmp_path, 2) as cluster:
-        first = cluster.start()
-        await first.event(RoundForming)
+        first = await cluster.start_first()
         other = cluster.start("other", nnodes=3)
         ended = await other.ended()
         assert ended.code == 75
@@ -188,12 +190,12 @@ async def test_nodes_with_other_settings_are_refused(tmp_path: Path) -> None:
 async def test_run_ids_separate_jobs(tmp_path: Path) -> None:
     """Two jobs at one store do not see each other."""
     async with Cluster(tmp_path, 2, conf={"is_host": 0}) as cluster:
-        await cluster.start_store(int(cluster.endpoint.rpartition(":")[2]))
+        await cluster.start_store()
         first = [cluster.start("one", rdzv_id="one") for _ in range(2)]
         other = [cluster.start("other", rdzv_id="other") for _ in range(2)]
         assert {note.run_id for note in await cluster.workers(*first)} == {"one"}
         assert {note.run_id for note in await cluster.workers(*other)} == {"other"}
-        assert {ended.code for ended in await cluster.finish(*first)} == {0}
+        await cluster.succeed(*first)
         assert all(agent.is_running for agent in other)
         cluster.can_split = True  # these are the rounds of two jobs
 
@@ -202,7 +204,7 @@ async def test_a_run_id_can_be_reused(tmp_path: Path) -> None:
     """At a store that has the state of an ended job, a job of the same name starts anew."""
     conf = {"is_host": 0, "reuse": True}
     async with Cluster(tmp_path, 2, conf=conf, max_restarts=1) as cluster:
-        await cluster.start_store(int(cluster.endpoint.rpartition(":")[2]))
+        await cluster.start_store()
         for turn in range(3):
             agents = [cluster.start() for _ in range(2)]
             workers = await cluster.workers(*agents)
@@ -211,8 +213,7 @@ async def test_a_run_id_can_be_reused(tmp_path: Path) -> None:
             if turn == 1:
                 agents[0].order(of_node(workers, agents[0])[0], "exit 7")
                 await cluster.workers(*agents, attempt=1)
-            codes = {ended.code for ended in await cluster.finish(*agents, attempt=turn % 2)}
-            assert codes == {0}
+            await cluster.succeed(*agents, attempt=turn % 2)
         cluster.can_split = True  # every job counts its rounds from 0
 
 
@@ -234,7 +235,7 @@ async def test_one_leaves_and_rejoins_again_and_again(who: str, tmp_path: Path) 
             assert {worker.restart_count for worker in workers} == {0}
             for name, node in pair.items():
                 assert of_node(workers, node)[0].group_rank == ranks[name]
-        assert {ended.code for ended in await cluster.finish(*pair.values(), attempt=20)} == {0}
+        await cluster.succeed(*pair.values(), attempt=20)
 
 
 async def test_the_events_of_a_job_can_be_followed(tmp_path: Path) -> None:
@@ -253,6 +254,52 @@ async def test_the_events_of_a_job_can_be_followed(tmp_path: Path) -> None:
         finished = await story.wait_for(lambda one: isinstance(one, JobFinished), "the end")
         assert isinstance(finished, JobFinished)
         assert finished.exit_code == 0
+
+
+# ------------------------------------------------------------------ the next job of an id
+
+
+async def succeeded(endpoint: str) -> None:
+    """Wait until the store has the success of a node."""
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        connect(endpoint) as store,
+        store.watch("elastic_aio/job/0/t/", is_prefix=True) as statuses,
+    ):
+        texts = [*statuses.present.values()]
+        while not any(decode_status(one).phase is MemberPhase.SUCCEEDED for one in texts):
+            texts = [text for text in [(await anext(statuses)).value] if text]
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+async def test_a_node_of_a_finished_job_enters_no_next_one(tmp_path: Path, reuse: bool) -> None:
+    """Its workers have succeeded; its job ended while it was cut off, and the next one begins."""
+    conf = {"heartbeat_timeout": 3, "close_timeout": 10, "reuse": str(reuse).lower()}
+    port = free_port(LOOPBACK)
+    endpoint = f"{LOOPBACK}:{port}"
+    async with (
+        Cluster(tmp_path, 2, endpoint=endpoint, conf=conf) as cluster,
+        ChaosProxy(port) as proxy,
+    ):
+        host = await cluster.start_first("host")
+        node = cluster.start("node", rdzv_endpoint=proxy.endpoint, conf={"is_host": "false"})
+        await cluster.workers(host, node)
+        (worker,) = await node.workers()
+        node.order(worker, "exit 0")
+        await succeeded(endpoint)
+        proxy.is_stalled = True
+        for worker in await host.workers():
+            host.order(worker, "exit 0")
+        assert (await host.ended()).code == 0
+        next_host = await cluster.start_first("next")
+        proxy.is_stalled = False
+        proxy.cut()
+        assert (await node.ended()).code == 75
+        assert "another job with the id 'job' runs there" in node.events_of(JobFinished)[-1].why
+        assert len(await node.workers()) == 1, "it runs no worker of the next job"
+        assert not next_host.events_of(RoundFormed)
+        next_host.send(signal.SIGTERM)
+        await next_host.ended()
 
 
 # ------------------------------------------------------------------ static ranks
@@ -288,7 +335,7 @@ async def test_static_ranks(tmp_path: Path) -> None:
         assert {(worker.master_addr, worker.master_port) for worker in again} == {
             ("127.0.0.1", port)
         }
-        assert {ended.code for ended in await cluster.finish(*agents, attempt=1)} == {0}
+        await cluster.succeed(*agents, attempt=1)
 
 
 async def test_a_missing_static_node_is_named(tmp_path: Path) -> None:
@@ -328,7 +375,7 @@ async def test_another_static_rank_twice(tmp_path: Path) -> None:
         assert held.format(socket.gethostname()) in last_line(ended.err)
         twin = start_static(cluster, 1, port)
         await twin.event(NodeStandby)
-        assert {end.code for end in await cluster.finish(zero, one)} == {0}
+        await cluster.succeed(zero, one)
         assert (await twin.ended()).code == 75
 
 
@@ -341,4 +388,4 @@ async def test_a_static_node_that_comes_back(tmp_path: Path) -> None:
         one.send(signal.SIGKILL)
         again = start_static(cluster, 1, port)
         await cluster.workers(zero, again, attempt=1)
-        assert {end.code for end in await cluster.finish(zero, again, attempt=1)} == {0}
+        await cluster.succeed(zero, again, attempt=1)

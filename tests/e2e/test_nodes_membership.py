@@ -8,7 +8,6 @@ import signal
 import socket
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +22,7 @@ from elastic_aio import (
     StandbyPromoted,
     WorkerExited,
 )
-from tests.support.cluster import AT_ONCE_S, UNLIMITED_LOSSES, AgentProcess, Cluster
+from tests.support.cluster import UNLIMITED_LOSSES, AgentProcess, Cluster, within
 from tests.support.leaks import alive
 from tests.support.sockets import LOOPBACK, free_port
 from tests.support.worker_notes import Note
@@ -34,22 +33,14 @@ pytestmark = pytest.mark.black_box
 AT_ONCE = {"last_call_timeout": 0}
 
 
-async def hosted(cluster: Cluster, count: int, **options: Any) -> tuple[AgentProcess, ...]:
-    """Start a node that serves the store, and others."""
-    host = cluster.start("host", **options)
-    await host.event(RoundForming)
-    return host, *(cluster.start(**options) for _ in range(count - 1))
-
-
 async def test_scaling_up(tmp_path: Path) -> None:
     """A newcomer makes the world larger: no restart is counted, and ranks are kept."""
     async with Cluster(tmp_path, "1:2", conf=AT_ONCE) as cluster:
         first = cluster.start("first", nproc=2)
         before = await cluster.workers(first)
         second = cluster.start("second")
-        began = time.monotonic()
-        workers = await cluster.workers(first, second, attempt=1)
-        assert time.monotonic() - began < AT_ONCE_S
+        with within():
+            workers = await cluster.workers(first, second, attempt=1)
         assert {worker.world_size for worker in workers} == {3}
         assert {worker.restart_count for worker in workers} == {0}
         assert [one.rank for one in await first.workers(attempt=1)] == [0, 1]
@@ -61,9 +52,8 @@ async def test_scaling_up(tmp_path: Path) -> None:
         assert {worker.error_file for worker in workers}.isdisjoint(
             worker.error_file for worker in before
         )
-        for node in (first, second):
-            assert await node.ask((await node.workers(attempt=1))[0], "connect") == "connected"
-        assert {ended.code for ended in await cluster.finish(first, second, attempt=1)} == {0}
+        await cluster.check_master(first, second, attempt=1)
+        await cluster.succeed(first, second, attempt=1)
 
 
 async def test_workers_know_of_a_newcomer_before_they_are_restarted(tmp_path: Path) -> None:
@@ -84,8 +74,7 @@ async def test_workers_know_of_a_newcomer_before_they_are_restarted(tmp_path: Pa
         assert {worker.world_size for worker in workers} == {3}
         (after,) = await first.workers(attempt=1)
         assert await first.ask(after, "pending") == "none"
-        codes = {ended.code for ended in await cluster.finish(first, second, third, attempt=1)}
-        assert codes == {0}
+        await cluster.succeed(first, second, third, attempt=1)
 
 
 async def test_workers_are_restarted_for_a_newcomer_when_all_have_agreed(tmp_path: Path) -> None:
@@ -103,10 +92,8 @@ async def test_workers_are_restarted_for_a_newcomer_when_all_have_agreed(tmp_pat
                 assert await node.ask(worker, "pending") != "none"
                 assert len(node.events_of(RoundFormed)) == 1
                 node.order(worker, "agree")
-        workers = await cluster.workers(first, second, third, attempt=1)
-        assert {worker.world_size for worker in workers} == {4}
-        codes = {ended.code for ended in await cluster.finish(first, second, third, attempt=1)}
-        assert codes == {0}
+        await cluster.workers(first, second, third, attempt=1, world_size=4)
+        await cluster.succeed(first, second, third, attempt=1)
 
 
 async def test_several_newcomers_at_once(tmp_path: Path) -> None:
@@ -146,31 +133,27 @@ async def test_newcomers_that_are_killed_while_they_join(tmp_path: Path) -> None
         started = [one for one in node.notes.entries if one.what == "started"]
         assert len(started) <= len(rounds)
         assert {one.restart_count for one in started} == {0}
-        assert {ended.code for ended in await cluster.finish(node, last, attempt=attempt)} == {0}
+        await cluster.succeed(node, last, attempt=attempt)
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
 async def test_a_killed_node_is_removed_at_once(victim: int, tmp_path: Path) -> None:
     """The others re-form without it, whichever it was, and no timeout has to pass."""
     async with Cluster(tmp_path, "1:3", conf={"last_call_timeout": 60}) as cluster:
-        agents = await hosted(cluster, 3)
-        await cluster.workers(*agents)
+        agents = await cluster.start_all(3)
         await agents[victim].kill()
-        killed = time.monotonic()
-        left = [agent for agent in agents if agent is not agents[victim]]
-        workers = await cluster.workers(*left, attempt=1)
-        assert time.monotonic() - killed < AT_ONCE_S
-        assert {worker.world_size for worker in workers} == {2}
-        assert {worker.restart_count for worker in workers} == {0}
+        with within():
+            left = [agent for agent in agents if agent is not agents[victim]]
+            await cluster.workers(*left, attempt=1, world_size=2, restart_count=0)
         # If the store was lost too, the loss of the node is not reported.
         assert victim == 0 or any(agent.events_of(NodeLost) for agent in left)
-        assert {ended.code for ended in await cluster.finish(*left, attempt=1)} == {0}
+        await cluster.succeed(*left, attempt=1)
 
 
 async def test_too_few_are_left(tmp_path: Path) -> None:
     """Below the minimum no worker runs, the console says so; a replacement gets the rank."""
     async with Cluster(tmp_path, 2) as cluster:
-        (host,) = await hosted(cluster, 1, node_rank=1)
+        host = await cluster.start_first("host", node_rank=1)
         first = cluster.start("first", node_rank=0)
         before = await cluster.workers(host, first)
         since = len(host.events)
@@ -190,8 +173,7 @@ async def test_too_few_are_left(tmp_path: Path) -> None:
 async def test_a_surplus_node_stands_by(tmp_path: Path) -> None:
     """It waits, takes the rank of a node that was killed, and ends with the job."""
     async with Cluster(tmp_path, 2) as cluster:
-        host, other = await hosted(cluster, 2)
-        await cluster.workers(host, other)
+        host, other = await cluster.start_all(2)
         rank = (await other.round_formed()).group_rank
         spare, surplus = cluster.start("spare"), cluster.start("surplus")
         assert (await spare.event(NodeStandby)).maximum == 2
@@ -206,9 +188,8 @@ async def test_a_surplus_node_stands_by(tmp_path: Path) -> None:
         pending.cancel()
         assert done.result().group_rank == rank
         taker, waiter = (spare, surplus) if spare.events_of(StandbyPromoted) else (surplus, spare)
-        workers = await cluster.workers(host, taker, attempt=1)
-        assert {worker.restart_count for worker in workers} == {0}
-        assert {ended.code for ended in await cluster.finish(host, taker, attempt=1)} == {0}
+        await cluster.workers(host, taker, attempt=1, restart_count=0)
+        await cluster.succeed(host, taker, attempt=1)
         assert (await waiter.ended()).code == 0
         assert not waiter.events_of(RoundFormed)
 
@@ -217,7 +198,7 @@ async def test_a_surplus_node_stands_by(tmp_path: Path) -> None:
 async def test_the_end_of_a_standby_changes_nothing(number: signal.Signals, tmp_path: Path) -> None:
     """However it ends, the workers of the others keep running."""
     async with Cluster(tmp_path, 2) as cluster:
-        agents = await hosted(cluster, 2)
+        agents = await cluster.start_all(2)
         before = await cluster.workers(*agents)
         for _ in range(3):
             spare = cluster.start("spare")
@@ -225,7 +206,7 @@ async def test_the_end_of_a_standby_changes_nothing(number: signal.Signals, tmp_
             spare.send(number)
             assert (await spare.ended()).code == 128 + number
         assert all(alive(worker.pid) for worker in before)
-        assert {ended.code for ended in await cluster.finish(*agents)} == {0}
+        await cluster.succeed(*agents)
         for agent in agents:
             assert len(agent.events_of(RoundFormed)) == 1
 
@@ -234,8 +215,7 @@ async def test_killed_and_replaced_again_and_again(tmp_path: Path) -> None:
     """The world has its size after every loss, and no node is ever surplus."""
     dice = random.Random(time.time_ns())
     async with Cluster(tmp_path, 3, launcher=UNLIMITED_LOSSES) as cluster:
-        host, *others = await hosted(cluster, 3)
-        workers = await cluster.workers(host, *others)
+        host, *others = await cluster.start_all(3)
         for _ in range(20):
             since = cluster.note_counts()
             victim = dice.randrange(2)
@@ -245,21 +225,18 @@ async def test_killed_and_replaced_again_and_again(tmp_path: Path) -> None:
             workers = await cluster.workers(host, *others, since=since)
             assert {worker.world_size for worker in workers} == {3}
             assert (await others[victim].round_formed()).group_rank == rank
-        codes = {ended.code for ended in await cluster.finish(host, *others, attempt=20)}
-        assert codes == {0}
+        await cluster.succeed(host, *others, attempt=20)
 
 
 async def test_killed_while_others_stand_by_again_and_again(tmp_path: Path) -> None:
     """With a spare the job never waits for a replacement."""
     async with Cluster(tmp_path, 2, launcher=UNLIMITED_LOSSES) as cluster:
-        host, other = await hosted(cluster, 2)
-        await cluster.workers(host, other)
+        host, other = await cluster.start_all(2)
         for attempt in range(1, 21):
             spare = cluster.start("spare")
             await spare.event(NodeStandby)
             await other.kill()
-            workers = await cluster.workers(host, spare, attempt=attempt)
-            assert {worker.world_size for worker in workers} == {2}
+            await cluster.workers(host, spare, attempt=attempt, world_size=2)
             other = spare
 
 
@@ -283,37 +260,33 @@ async def test_a_static_node_is_replaced_at_once(number: signal.Signals, tmp_pat
         for attempt in (1, 2, 3):
             one.send(number)
             replacement = cluster.start(node_rank=1)
-            workers = await cluster.workers(zero, replacement, attempt=attempt)
-            assert {worker.world_size for worker in workers} == {2}
+            await cluster.workers(zero, replacement, attempt=attempt, world_size=2)
             one.send(signal.SIGKILL)
             one = replacement
-        assert {ended.code for ended in await cluster.finish(zero, one, attempt=3)} == {0}
+        await cluster.succeed(zero, one, attempt=3)
 
 
 async def test_a_restart_after_another_node_has_succeeded(tmp_path: Path) -> None:
     """A node whose workers have succeeded takes part again when those of another fail."""
     async with Cluster(tmp_path, 2, max_restarts=1) as cluster:
-        host, other = await hosted(cluster, 2)
-        await cluster.workers(host, other)
+        host, other = await cluster.start_all(2)
         host.order((await host.workers())[0], "exit 0")
         await host.event(WorkerExited)
         other.order((await other.workers())[0], "exit 4")
-        workers = await cluster.workers(host, other, attempt=1)
-        assert {worker.restart_count for worker in workers} == {1}
-        assert {ended.code for ended in await cluster.finish(host, other, attempt=1)} == {0}
+        await cluster.workers(host, other, attempt=1, restart_count=1)
+        await cluster.succeed(host, other, attempt=1)
 
 
 async def test_a_loss_after_another_node_has_succeeded(tmp_path: Path) -> None:
     """A node whose workers have succeeded takes part again when another one is lost."""
     async with Cluster(tmp_path, "1:2") as cluster:
-        host, other = await hosted(cluster, 2)
-        await cluster.workers(host, other)
+        host, other = await cluster.start_all(2)
         host.order((await host.workers())[0], "exit 0")
         await host.event(WorkerExited)
         await other.kill()
         (worker,) = await cluster.workers(host, attempt=1)
         assert (worker.world_size, worker.restart_count) == (1, 0)
-        assert (await cluster.finish(host, attempt=1))[0].code == 0
+        await cluster.succeed(host, attempt=1)
 
 
 async def test_ranks_are_kept(tmp_path: Path) -> None:
@@ -353,4 +326,4 @@ async def test_ranks_are_distinct_when_nodes_join_and_leave(tmp_path: Path) -> N
         await host.workers(group_world_size=4)
         last = max(worker.attempt for worker in workers)
         await cluster.workers(host, *live, attempt=last)
-        assert {ended.code for ended in await cluster.finish(host, *live, attempt=last)} == {0}
+        await cluster.succeed(host, *live, attempt=last)

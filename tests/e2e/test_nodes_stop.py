@@ -19,21 +19,12 @@ from elastic_aio import (
     RoundWaiting,
     WorkerExited,
 )
-from tests.support.cluster import AT_ONCE_S, AgentProcess, Cluster
+from tests.support.cluster import AT_ONCE_S, Cluster, within
 from tests.support.leaks import alive
 
 pytestmark = pytest.mark.black_box
 
 STOPS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
-
-
-async def started(cluster: Cluster, count: int) -> tuple[AgentProcess, ...]:
-    """Start a node that serves the store, and others; all workers have started."""
-    host = cluster.start("host")
-    await host.event(RoundForming)
-    agents = host, *(cluster.start() for _ in range(count - 1))
-    await cluster.workers(*agents)
-    return agents
 
 
 @pytest.mark.parametrize("number", STOPS)
@@ -42,12 +33,10 @@ async def test_a_node_that_waits_for_its_first_round(
 ) -> None:
     """It ends at once, and another node can join instead."""
     async with Cluster(tmp_path, 2) as cluster:
-        first = cluster.start("first")
-        await first.event(RoundForming)
+        first = await cluster.start_first("first")
         first.send(number)
-        began = time.monotonic()
-        ended = await first.ended()
-        assert time.monotonic() - began < AT_ONCE_S
+        with within():
+            ended = await first.ended()
         assert ended.code == 128 + number
         assert ended.err.count(f"{number.name} was received") == 1
         pair = [cluster.start() for _ in range(2)]
@@ -57,8 +46,7 @@ async def test_a_node_that_waits_for_its_first_round(
 async def test_one_of_several_that_wait(tmp_path: Path) -> None:
     """The others form a round without it, whether it served the store or not."""
     async with Cluster(tmp_path, 3) as cluster:
-        host = cluster.start("host")
-        await host.event(RoundForming)
+        host = await cluster.start_first("host")
         other = cluster.start("other")
         await host.event(RoundForming, joined=2)
         other.send(signal.SIGTERM)
@@ -77,7 +65,7 @@ async def test_a_node_with_running_workers(
 ) -> None:
     """Its workers get the signal, it ends with its code, and the others re-form at once."""
     async with Cluster(tmp_path, "1:3") as cluster:
-        agents = list(await started(cluster, 3))
+        agents = list(await cluster.start_all(3))
         leaves = agents.pop(leaver)
         (worker,) = await leaves.workers()
         leaves.send(number)
@@ -86,44 +74,43 @@ async def test_a_node_with_running_workers(
         assert f"{number.name} was received" in ended.err
         assert "FAILED" not in ended.err
         assert not alive(worker.pid)
-        workers = await cluster.workers(*agents, attempt=1)
-        assert {(worker.world_size, worker.restart_count) for worker in workers} == {(2, 0)}
+        await cluster.workers(*agents, attempt=1, world_size=2, restart_count=0)
         if leaver:
             assert any(agent.events_of(NodeLeft) for agent in agents)
-        assert {ended.code for ended in await cluster.finish(*agents, attempt=1)} == {0}
+        await cluster.succeed(*agents, attempt=1)
 
 
 async def test_a_node_whose_workers_have_succeeded(tmp_path: Path) -> None:
     """It ends with success, and the others keep their workers."""
     async with Cluster(tmp_path, "1:2") as cluster:
-        host, leaves = await started(cluster, 2)
+        host, leaves = await cluster.start_all(2)
         leaves.order((await leaves.workers())[0], "exit 0")
         await leaves.event(WorkerExited)
         leaves.send(signal.SIGTERM)
         assert (await leaves.ended(AT_ONCE_S)).code == 0
         assert alive((await host.workers())[0].pid)
-        assert (await cluster.finish(host))[0].code == 0
+        await cluster.succeed(host)
         assert len(host.events_of(RoundFormed)) == 1
 
 
 async def test_the_store_host_when_its_workers_have_succeeded(tmp_path: Path) -> None:
     """The others continue without the node that served the store, after its grace."""
     async with Cluster(tmp_path, "1:2", shutdown_timeout=1) as cluster:
-        host, other = await started(cluster, 2)
+        host, other = await cluster.start_all(2)
         host.order((await host.workers())[0], "exit 0")
         await host.event(WorkerExited)
         host.send(signal.SIGTERM)
         assert (await host.ended(AT_ONCE_S)).code == 0
         await other.event(RendezvousStoreRecovered, is_host=True)
         await asyncio.sleep(2)  # the new coordinator has decided by then
-        assert (await cluster.finish(other))[0].code == 0
+        await cluster.succeed(other)
         assert len(other.events_of(RoundFormed)) == 1
 
 
 async def test_all_nodes_at_once(tmp_path: Path) -> None:
     """All end, and no worker is left."""
     async with Cluster(tmp_path, 3) as cluster:
-        agents = await started(cluster, 3)
+        agents = await cluster.start_all(3)
         workers = [worker for agent in agents for worker in await agent.workers()]
         for agent in agents:
             agent.send(signal.SIGTERM)
@@ -137,7 +124,7 @@ async def test_all_nodes_at_once(tmp_path: Path) -> None:
 async def test_a_second_signal_kills(tmp_path: Path) -> None:
     """Workers that do not stop are killed at the second signal."""
     async with Cluster(tmp_path, 2) as cluster:
-        host, other = await started(cluster, 2)
+        host, other = await cluster.start_all(2)
         (worker,) = await other.workers()
         assert await other.ask(worker, "ignore_sigterm") == "ignore_sigterm"
         other.send(signal.SIGTERM)
@@ -152,8 +139,7 @@ async def test_one_node_at_random_moments(tmp_path: Path) -> None:
     """The exit code is the signal's, and a new node can take the rank."""
     dice = random.Random(time.time_ns())
     async with Cluster(tmp_path, 2) as cluster:
-        host = cluster.start("host")
-        await host.event(RoundForming)
+        host = await cluster.start_first("host")
         for _ in range(15):
             other = cluster.start()
             await asyncio.sleep(dice.uniform(0, 0.8))  # a random moment
@@ -164,7 +150,7 @@ async def test_one_node_at_random_moments(tmp_path: Path) -> None:
         other = cluster.start()
         attempt = (await other.workers())[0].attempt
         await cluster.workers(host, other, attempt=attempt)
-        assert {ended.code for ended in await cluster.finish(host, other, attempt=attempt)} == {0}
+        await cluster.succeed(host, other, attempt=attempt)
 
 
 async def test_all_nodes_at_random_moments(tmp_path: Path) -> None:
@@ -185,7 +171,7 @@ async def test_all_nodes_at_random_moments(tmp_path: Path) -> None:
 async def test_nodes_that_end_at_different_times(tmp_path: Path) -> None:
     """The first one waits for the others, and no console shows a failure."""
     async with Cluster(tmp_path, 3) as cluster:
-        agents = await started(cluster, 3)
+        agents = await cluster.start_all(3)
         for agent in agents:
             agent.order((await agent.workers())[0], "exit 0")
             await agent.event(WorkerExited)
@@ -199,14 +185,14 @@ async def test_nodes_that_end_at_different_times(tmp_path: Path) -> None:
 async def test_the_exit_barrier_has_a_timeout(tmp_path: Path) -> None:
     """A node that has succeeded waits for `exit_barrier_timeout`; the others continue."""
     async with Cluster(tmp_path, 2, exit_barrier_timeout=1) as cluster:
-        host, other = await started(cluster, 2)
+        host, other = await cluster.start_all(2)
         other.order((await other.workers())[0], "exit 0")
         await other.event(WorkerExited)
         assert (await other.ended(1 + AT_ONCE_S)).code == 0
         name = (await host.event(NodeLeft)).name
         assert name == f"{socket.gethostname()} (pid {other.pid})"
         assert alive((await host.workers())[0].pid)
-        assert (await cluster.finish(host))[0].code == 0
+        await cluster.succeed(host)
         assert len(host.events_of(RoundFormed)) == 1
 
 
@@ -216,8 +202,9 @@ async def test_a_node_stays_past_its_barrier_while_others_use_its_store(
 ) -> None:
     """The other node could serve neither store itself, and its workers are healthy."""
     async with Cluster(tmp_path, 2, exit_barrier_timeout=1) as cluster:
-        host = cluster.start("host", conf={"is_host": True}, node_rank=int(serves == "workers"))
-        await host.event(RoundForming)
+        host = await cluster.start_first(
+            "host", conf={"is_host": True}, node_rank=int(serves == "workers")
+        )
         other = cluster.start("other", conf={"is_host": False}, node_rank=int(serves != "workers"))
         await cluster.workers(host, other)
         first, last = (host, other) if serves == "nodes" else (other, host)
@@ -235,7 +222,7 @@ async def test_a_node_stays_past_its_barrier_while_others_use_its_store(
 async def test_a_node_stays_past_its_barrier_while_the_store_is_replaced(tmp_path: Path) -> None:
     """The workers of the other node still use the store of the round."""
     async with Cluster(tmp_path, 2, exit_barrier_timeout=0) as cluster:
-        store = await cluster.start_store(int(cluster.endpoint.rpartition(":")[2]))
+        store = await cluster.start_store()
         lead, other = cluster.start("lead", node_rank=0), cluster.start("other", node_rank=1)
         worker, last = await cluster.workers(lead, other)
         lead.order(worker, "exit 0")
@@ -252,18 +239,18 @@ async def test_a_node_stays_past_its_barrier_while_the_store_is_replaced(tmp_pat
 async def test_a_stop_bounds_the_stay_past_the_barrier(tmp_path: Path) -> None:
     """By the grace of the node's own stop plan: the other node may never end."""
     async with Cluster(tmp_path, 2, exit_barrier_timeout=0, shutdown_timeout=1) as cluster:
-        host, other = await started(cluster, 2)
+        host, other = await cluster.start_all(2)
         host.order((await host.workers())[0], "exit 0")
         await host.event(RoundWaiting, phase="barrier")
         host.send(signal.SIGTERM)
         assert (await host.ended(1 + AT_ONCE_S)).code == 0
-        assert (await cluster.finish(other))[0].code == 0
+        await cluster.succeed(other)
 
 
 async def test_a_stop_at_the_barrier_keeps_the_store_of_the_workers(tmp_path: Path) -> None:
     """Worker 0 has finished; the worker of the other node uses its store until it ends."""
     async with Cluster(tmp_path, 2) as cluster:
-        await cluster.start_store(int(cluster.endpoint.rpartition(":")[2]))
+        await cluster.start_store()
         lead, other = cluster.start("lead", node_rank=0), cluster.start("other", node_rank=1)
         worker, last = await cluster.workers(lead, other)
         lead.order(worker, "exit 0")

@@ -42,8 +42,7 @@ async def test_nodes_meet_over_tls_only(authority: Authority, tmp_path: Path) ->
     port = free_port()
     endpoint = f"{LOOPBACK}:{port}"
     async with Cluster(tmp_path, 2, endpoint=endpoint) as cluster:
-        first = cluster.start(conf=conf_of(authority.issue()))
-        await first.event(RoundForming)
+        first = await cluster.start_first(conf=conf_of(authority.issue()))
         with pytest.raises(StoreRefused, match="the store speaks TLS"):
             await connect(endpoint, timeout=20).__aenter__()
         with pytest.raises(StoreRefused, match="requires a client certificate"):
@@ -67,8 +66,7 @@ async def test_nodes_meet_over_tls_only(authority: Authority, tmp_path: Path) ->
             assert (ping.code, ping.err) == (0, "")
             # Its store ends with the job.
             await events.wait_for(lambda event: isinstance(event, RoundFormed), "the round")
-            ended = await cluster.finish(first, second)
-        assert {one.code for one in ended} == {0}
+            await cluster.succeed(first, second)
         await events.wait_for(lambda event: isinstance(event, JobFinished), "the end of the job")
 
 
@@ -85,7 +83,7 @@ async def test_nodes_move_to_another_store_over_tls(authority: Authority, tmp_pa
         for node in left:
             await node.event(RendezvousStoreRecovered)
         await cluster.workers(*left, world_size=2)
-        assert {one.code for one in await cluster.finish(*left, world_size=2)} == {0}
+        await cluster.succeed(*left, world_size=2)
 
 
 async def test_static_nodes_leave_their_store_to_themselves(
@@ -101,7 +99,7 @@ async def test_static_nodes_leave_their_store_to_themselves(
         assert {worker.master_port for worker in workers} != {int(endpoint.split(":")[1])}
         for node, worker in zip((first, second), workers, strict=True):
             assert await node.ask(worker, "connect") == "connected"
-        assert {one.code for one in await cluster.finish(first, second)} == {0}
+        await cluster.succeed(first, second)
 
 
 @pytest.mark.parametrize(

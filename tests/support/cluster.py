@@ -13,14 +13,14 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 import msgspec
 
-from elastic_aio import Event, RoundFormed, event_from_json
+from elastic_aio import Event, NodeJoined, RoundFormed, RoundForming, event_from_json
 from tests.support.children import DEADLINE_S, until
 from tests.support.cli import Ended, to_options
 from tests.support.leaks import leaked_processes
@@ -76,6 +76,14 @@ _FORBIDDEN_OUTPUT = re.compile(
     r"|Future exception was never|Fatal Python)|\w+Warning: |was never awaited|InternalError",
     re.MULTILINE,
 )
+
+
+@contextlib.contextmanager
+def within(seconds: float = AT_ONCE_S) -> Iterator[None]:
+    """Check that the block, which may wait for longer, has ended after so many seconds."""
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < seconds
 
 
 class AgentProcess(Program):
@@ -345,6 +353,25 @@ class Cluster:
         self._streams += [node.events, node.notes]
         return node
 
+    async def start_first(self, name: str = "", **options: Any) -> AgentProcess:
+        """Start an agent; return when it serves the store and waits for others."""
+        node = self.start(name, **options)
+        await node.event(RoundForming)
+        return node
+
+    async def start_all(self, count: int, **options: Any) -> tuple[AgentProcess, ...]:
+        """Start the agent that serves the store, then the others; all workers have started."""
+        host = await self.start_first("host", **options)
+        nodes = host, *(self.start(**options) for _ in range(count - 1))
+        await self.workers(*nodes)
+        return nodes
+
+    @staticmethod
+    def split(nodes: Iterable[AgentProcess]) -> tuple[AgentProcess, list[AgentProcess]]:
+        """Return the coordinator's node, the only one that reports who joins, and the others."""
+        (first,) = [node for node in nodes if node.events_of(NodeJoined)]
+        return first, [node for node in nodes if node is not first]
+
     async def workers(
         self, *nodes: AgentProcess, since: Mapping[AgentProcess, int] | None = None, **fields: Any
     ) -> list[Note]:
@@ -372,6 +399,15 @@ class Cluster:
                 node.order(worker, "exit 0")
         return [await node.ended() for node in nodes]
 
+    async def succeed(self, *nodes: AgentProcess, **fields: Any) -> None:
+        """Let the workers of all these nodes succeed, and check that their agents do."""
+        assert {ended.code for ended in await self.finish(*nodes, **fields)} == {0}
+
+    async def check_master(self, *nodes: AgentProcess, **fields: Any) -> None:
+        """Check that the first worker of each node reaches the master address."""
+        for node in nodes:
+            assert await node.ask((await node.workers(**fields))[0], "connect") == "connected"
+
     async def stop(self, seconds: float = DEADLINE_S) -> list[AgentProcess]:
         """Send SIGTERM to all agents and wait; return those that are still running."""
         for node in self.nodes:
@@ -382,25 +418,19 @@ class Cluster:
                 await node.ended(max(end - time.monotonic(), 0))
         return [node for node in self.nodes if node.is_running]
 
-    async def start_store(
-        self,
-        port: int,
-        name: str = "store",
-        *,
-        host: Host | None = None,
-        address: str = LOOPBACK,
-    ) -> Program:
-        """Start a store in a process of its own; return when it listens."""
+    async def start_store(self) -> Program:
+        """Start a store at the endpoint, in a process of its own; return when it listens."""
+        address, _, port = self.endpoint.rpartition(":")
         argv = [*COMMAND, "store", "--host", address, "--port", port]
-        store, lines = self._start_piped(name, _on(host, argv), bytes.decode)
+        store, lines = self._start_piped("store", argv, bytes.decode)
         await lines.wait_for(lambda line: "listening" in line, "that it listens")
         return store
 
-    def follow_events(self, *, host: Host | None = None, **options: object) -> LineStream[Event]:
+    def follow_events(self, **options: object) -> LineStream[Event]:
         """Return all events of the job, as `aio-elastic events` prints them."""
         chosen = {"rdzv_endpoint": self.endpoint, "rdzv_id": "job", **options}
         argv = [*COMMAND, "events", *to_options(chosen), "--json"]
-        _, events = self._start_piped("events", _on(host, argv), event_from_json)
+        _, events = self._start_piped("events", argv, event_from_json)
         return events
 
     def store_host(self) -> AgentProcess | None:
