@@ -18,7 +18,7 @@ from benchmarks.table import Goal, Line
 from tests.support import etcd, redis
 from tests.support.sockets import LOOPBACK, can_count_traffic, free_port
 
-__all__ = ["client", "jobs", "leader", "round"]
+__all__ = ["client", "jobs", "leader", "median", "round"]
 
 _MEMBERS = 100
 _JOBS = 100
@@ -58,7 +58,7 @@ def round(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
         for backend, results in found.items():
             with _served(backend) as (endpoints, _):
                 results.append(_run("round", backend, endpoints, _MEMBERS))
-    limits = {key: _median(found["c10d"], key) for key in ("formed", "reformed")}
+    limits = {key: median(found["c10d"], key) for key in ("formed", "reformed")}
     lines = []
     for backend in ("etcd", "redis"):
         results = found[backend]
@@ -70,7 +70,7 @@ def round(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
                 Line(
                     f"{_MEMBERS} members at {backend}: {what}",
                     "s",
-                    _median(results, key),
+                    median(results, key),
                     limit_name="served by a node",
                     limit=limits[key],
                     limit_goal=Goal(3),
@@ -181,12 +181,12 @@ def client(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
                     if one:
                         found.append(one)
             for operation in ("set", "peek"):
-                limit = _median(results[other], operation) if results[other] else None
+                limit = median(results[other], operation) if results[other] else None
                 lines.append(
                     Line(
                         f"CPU time of a client at {backend}: `{operation}`",
                         "µs",
-                        _median(results[backend], operation),
+                        median(results[backend], operation),
                         limit_name=other if limit is not None else "",
                         limit=limit,
                         limit_goal=Goal(goal),
@@ -195,7 +195,8 @@ def client(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
     return lines
 
 
-def _median(results: list[dict[str, Any]], name: str) -> float:
+def median(results: list[dict[str, Any]], name: str) -> float:
+    """Return the median of a figure of several runs."""
     return statistics.median(float(result[name]) for result in results)
 
 

@@ -33,7 +33,7 @@ from typing import Any
 from benchmarks.launchers import environment_changes
 from benchmarks.parity_cases import ANY, CASES, REASONS, Case
 from tests.support.cli import environment
-from tests.support.leaks import alive
+from tests.support.leaks import marked_processes
 from tests.support.sockets import free_port, listening
 
 WORKER = Path(__file__).parent / "workers/parity.py"
@@ -159,18 +159,8 @@ class Job:
 
     def _processes(self) -> list[int]:
         """Return the processes of this job, its launchers left out."""
-        mark = f"{_MARK}={self._notes}".encode()
         launchers = {process.pid for process in self._nodes.values()}
-        found = []
-        for name in os.listdir("/proc"):
-            try:
-                if name.isdecimal() and int(name) not in launchers:
-                    variables = Path(f"/proc/{name}/environ").read_bytes().split(b"\0")
-                    if mark in variables and alive(int(name)):
-                        found.append(int(name))
-            except OSError:
-                continue  # it has ended
-        return found
+        return [*marked_processes(_MARK, str(self._notes), since=launchers)]
 
     def _kill_all(self) -> None:
         for process in self._nodes.values():

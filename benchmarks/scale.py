@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.engines import median
 from benchmarks.launchers import Job, Launcher
 from benchmarks.table import Goal, Line
 from tests.support.sockets import can_count_traffic
@@ -38,7 +39,7 @@ def members(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
         results, bare = _measure(count, processes, times)
         bound = _BOUND_S if count <= _BOUNDED else None
         where = "one process" if processes == 1 else f"{processes} processes"
-        formed, reformed = (_median(results, name) for name in ("formed", "reformed"))
+        formed, reformed = (median(results, name) for name in ("formed", "reformed"))
         # torch needs a thread for each member, so that a thousand take minutes.
         torch = _run(python, "other_members", "torch", count) if python and count == _FEW else None
         lines += [
@@ -93,10 +94,6 @@ def _measure(count: int, processes: int, times: int) -> tuple[list[dict[str, Any
     results = [_run(sys.executable, "members", "ours", count, processes) for _ in range(times)]
     bare = [_run(sys.executable, "other_members", "bare", count) for _ in range(times)]
     return results, statistics.median(bare)
-
-
-def _median(results: list[dict[str, Any]], name: str) -> float:
-    return statistics.median(float(result[name]) for result in results)
 
 
 def _run(python: str, module: str, way: str, *numbers: int) -> Any:

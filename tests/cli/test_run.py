@@ -20,6 +20,7 @@ import pytest
 from elastic_aio import (
     AttemptResult,
     EndCause,
+    Event,
     ExitStatus,
     Failure,
     JobFailed,
@@ -292,30 +293,22 @@ def test_events_into_a_slow_pipe(tmp_path: Path) -> None:
     assert isinstance(events[-1], JobFinished)
 
 
-def test_a_command_that_cannot_be_found(run_here: RunHere) -> None:
-    """A missing program is one line, exit code 127, and no restart."""
-    ended = run_here("--max-restarts", 3, "--no-python", "no_such_program_here")
-    assert ended.code == 127
-    assert len(ended.errors) == 1
-    assert "no_such_program_here" in ended.err
-    assert "command not found" in ended.err
-
-
-def test_a_command_that_cannot_be_executed(tmp_path: Path, run_here: RunHere) -> None:
-    """A file without the right to execute it is one line and exit code 126."""
-    (tmp_path / "data").write_text("no program")
-    ended = run_here("--max-restarts", 3, "--no-python", tmp_path / "data")
-    assert ended.code == 126
-    assert len(ended.errors) == 1
-    assert "permission denied" in ended.err
-
-
-def test_a_script_that_is_not_there(run_here: RunHere) -> None:
-    """A missing script is one line and exit code 127, not a worker's traceback."""
-    ended = run_here("--nproc-per-node", 4, "--max-restarts", 3, "no_such_script.py")
-    assert ended.code == 127
-    assert len(ended.errors) == 1
-    assert "no_such_script.py" in ended.err
+@pytest.mark.parametrize(
+    ("words", "code", "problem"),
+    [
+        (["--no-python", "no_such_program_here"], 127, "command not found"),
+        (["--no-python", REPOSITORY / "pyproject.toml"], 126, "permission denied"),
+        (["no_such_script.py"], 127, "no_such_script.py"),
+    ],
+)
+def test_what_cannot_be_run(
+    words: list[object], code: int, problem: str, run_here: RunHere
+) -> None:
+    """It is one line that names it, and no restart; of a script no worker's traceback."""
+    ended = run_here("--nproc-per-node", 4, "--max-restarts", 3, *words)
+    assert (ended.code, len(ended.errors)) == (code, 1)
+    assert str(words[-1]) in ended.err
+    assert problem in ended.err
 
 
 def test_shutdown_timeout_after_a_failure(tmp_path: Path, run_here: RunHere) -> None:
@@ -434,120 +427,88 @@ def test_descriptor_limit_that_suffices() -> None:
 
 
 FAR = Failure(
-    rank=5,
-    local_rank=1,
-    pid=77,
-    host="far",
-    status=ExitStatus(code=3),
-    time=1.0,
-    order=0,
+    rank=5, local_rank=1, pid=77, host="far", status=ExitStatus(code=3), time=1.0, order=0,
     error=WorkerError("ValueError: x", "Traceback ...", 1.0, "/far/error.json"),
-)
-
-
-@pytest.fixture
-def fail_jobs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return a function that makes every job fail after two events."""
-
-    def fail(kind: type[JobFailed], why: str, code: int, *failures: Failure) -> None:
-        async def supervise(*_: object, listeners: Any, **__: object) -> LaunchResult:
-            for event in (STARTED, FORMING):
-                for listen in listeners:
-                    listen(event)
-            attempts = (AttemptResult(0, 1.0, 1.0, failures=failures),)
-            raise kind(why, LaunchResult("r", JobState.FAILED, why, code, 1.0, 0, attempts))
-
-        monkeypatch.setattr(cli_run, "supervise", supervise)
-
-    return fail
-
-
+)  # fmt: skip
 STARTED = JobStarted(
-    run_id="r",
-    node="near",
-    entrypoint="x",
-    nproc_per_node=1,
-    nnodes="2",
-    max_restarts=0,
+    run_id="r", node="near", entrypoint="x", nproc_per_node=1, nnodes="2", max_restarts=0,
     agent_pid=1,
-)
+)  # fmt: skip
 FORMING = RoundForming(
     node="near", round=0, joined=1, minimum=2, maximum=2, present=("near",), time_left=9
 )
-COMMAND = ["run", "--nnodes=2", "--master-addr=a", "x"]
+COMMAND = ["--nnodes=2", "--master-addr=a", "x"]
 PROGRESS = (
     "aio-elastic: run r: 1 worker of x on near, one of 2 nodes, 0 restarts,"
-    " no logs unless it fails\n"
-    "aio-elastic: waiting for nodes: 1 node present (near), minimum 2, maximum 2, fails in 9 s\n"
+    " no logs unless it fails\n",
+    "aio-elastic: waiting for nodes: 1 node present (near), minimum 2, maximum 2, fails in 9 s\n",
 )
 
+Supervise = Callable[..., None]
 
-def test_a_node_that_comes_after_a_success(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+
+@pytest.fixture
+def supervise(monkeypatch: pytest.MonkeyPatch) -> Supervise:
+    """Return a function that makes every job end in a way, after some events."""
+
+    def end_with(end: LaunchResult | JobFailed, *events: Event) -> None:
+        async def supervise(*_: object, listeners: Any, **__: object) -> LaunchResult:
+            for event in events:
+                for listen in listeners:
+                    listen(event)
+            if isinstance(end, JobFailed):
+                raise end
+            return end
+
+        monkeypatch.setattr(cli_run, "supervise", supervise)
+
+    return end_with
+
+
+def failed(kind: type[JobFailed], why: str, code: int, *failures: Failure) -> JobFailed:
+    attempts = (AttemptResult(0, 1.0, 1.0, failures=failures),)
+    return kind(why, LaunchResult("r", JobState.FAILED, why, code, 1.0, 0, attempts))
+
+
+def test_a_node_that_comes_after_a_success(supervise: Supervise, run_here: RunHere) -> None:
     """One line says so."""
     why = "the run has ended: all workers have finished"
-
-    async def supervise(*_: object, listeners: Any, **__: object) -> LaunchResult:
-        for listen in listeners:
-            listen(STARTED)
-        result = LaunchResult("r", JobState.SUCCEEDED, why, 0, 1.0)
-        return dataclasses.replace(result, cause=EndCause.RUN_HAD_ENDED)
-
-    monkeypatch.setattr(cli_run, "supervise", supervise)
-    assert main(COMMAND) == 0
-    out, err = capfd.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith(f"aio-elastic: {why}; no worker was started here (a new job needs ")
-    assert "another --rdzv-id than 'r', or --rdzv-conf reuse=true" in err
+    end = LaunchResult("r", JobState.SUCCEEDED, why, 0, 1.0)
+    supervise(dataclasses.replace(end, cause=EndCause.RUN_HAD_ENDED), STARTED)
+    ended = run_here(*COMMAND)
+    assert (ended.code, ended.out, len(ended.errors)) == (0, "", 1)
+    assert ended.err.startswith(f"aio-elastic: {why}; no worker was started here (a new job needs ")
+    assert "another --rdzv-id than 'r', or --rdzv-conf reuse=true" in ended.err
 
 
-def test_the_start_is_the_first_line(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_start_is_the_first_line(supervise: Supervise, run_here: RunHere) -> None:
     """Whichever event follows it."""
     awaited = RendezvousStoreAwaited(why="a:1: connection refused", time_left=55.0)
-
-    async def supervise(*_: object, listeners: Any, **__: object) -> LaunchResult:
-        for event in (STARTED, awaited, FORMING):
-            for listen in listeners:
-                listen(event)
-        return LaunchResult("r", JobState.SUCCEEDED, "", 0, 1.0)
-
-    monkeypatch.setattr(cli_run, "supervise", supervise)
-    assert main(COMMAND) == 0
+    supervise(LaunchResult("r", JobState.SUCCEEDED, "", 0, 1.0), STARTED, awaited, FORMING)
     waiting = "aio-elastic: waiting for the rendezvous store, 55 s left: a:1: connection refused\n"
-    first, second = PROGRESS.splitlines(keepends=True)
     last = "aio-elastic: finished: 1 worker, 1 s\n"
-    assert capfd.readouterr().err == first + waiting + second + last
+    assert run_here(*COMMAND) == Ended(0, "", PROGRESS[0] + waiting + PROGRESS[1] + last)
 
 
 @pytest.mark.parametrize("failures", [(), (FAR,)])
 def test_a_failed_rendezvous(
-    failures: tuple[Failure, ...], fail_jobs: Callable[..., None], capfd: pytest.CaptureFixture[str]
+    failures: tuple[Failure, ...], supervise: Supervise, run_here: RunHere
 ) -> None:
     """One line and the exit code of the result; no report of workers."""
-    fail_jobs(RendezvousFailed, "only 1 of 2 nodes came:\n near", 75, *failures)
-    assert main(COMMAND) == 75
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert err == PROGRESS + "aio-elastic: only 1 of 2 nodes came: near\n"
+    end = failed(RendezvousFailed, "only 1 of 2 nodes came:\n near", 75, *failures)
+    supervise(end, STARTED, FORMING)
+    line = "aio-elastic: only 1 of 2 nodes came: near\n"
+    assert run_here(*COMMAND) == Ended(75, "", "".join(PROGRESS) + line)
 
 
-def test_a_failure_on_another_host(
-    fail_jobs: Callable[..., None],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_failure_on_another_host(supervise: Supervise, tmp_path: Path, run_here: RunHere) -> None:
     """The report names the host; the error file is made from the result, not copied."""
     target = tmp_path / "error.json"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(target))
-    fail_jobs(JobFailed, "no restarts allowed", 3, FAR)
-    assert main(COMMAND) == 3
-    err = capfd.readouterr().err
-    assert err.startswith(PROGRESS + "aio-elastic: no restarts allowed\n")
-    assert "  host      : far\n" in err
+    supervise(failed(JobFailed, "no restarts allowed", 3, FAR), STARTED, FORMING)
+    ended = run_here(*COMMAND, env={"TORCHELASTIC_ERROR_FILE": str(target)})
+    assert ended.code == 3
+    assert ended.err.startswith("".join(PROGRESS) + "aio-elastic: no restarts allowed\n")
+    assert "  host      : far\n" in ended.err
     message = json.loads(target.read_text())["message"]
     assert (message["message"], message["errorCode"]) == ("ValueError: x", 3)
     assert message["extraInfo"] == {"py_callstack": "Traceback ...", "timestamp": "1"}

@@ -28,7 +28,7 @@ import pytest
 from tests.support.chaos_program import PADDING
 from tests.support.cli import CLI, REPOSITORY, environment
 from tests.support.injuries import FAMILIES, Injury, surroundings
-from tests.support.leaks import alive
+from tests.support.leaks import marked_processes
 
 pytestmark = pytest.mark.e2e
 
@@ -127,17 +127,8 @@ def job_environment(directory: Path, mark: str) -> dict[str, str]:
 
 def processes(mark: str) -> dict[int, str]:
     """Return the processes of a job that run, with their commands."""
-    wanted = f"{_VARIABLE}={mark}".encode()
-    found = {}
-    for name in filter(str.isdecimal, os.listdir("/proc")):
-        try:
-            is_ours = wanted in Path(f"/proc/{name}/environ").read_bytes().split(b"\0")
-            command = Path(f"/proc/{name}/cmdline").read_bytes()
-        except OSError:
-            continue  # it has ended
-        if is_ours and alive(int(name)) and not command.startswith(b"strace\0"):
-            found[int(name)] = command.replace(b"\0", b" ").decode(errors="replace")
-    return found
+    found = marked_processes(_VARIABLE, mark)
+    return {pid: command for pid, command in found.items() if not command.startswith("strace ")}
 
 
 class Run:

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -63,14 +63,7 @@ def stalled_pipe() -> Iterator[tuple[int, int]]:
         os.close(writing)
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    """Give an exit stack that is closed after the test."""
-    with ExitStack() as entered:
-        yield entered
-
-
-def test_a_stalled_console_does_not_block_workers(tmp_path: Path, stack: ExitStack) -> None:
+def test_a_stalled_console_does_not_block_workers(tmp_path: Path) -> None:
     """A reader that stops neither blocks a tee'd worker nor delays the handling of a failure."""
     worker = python(
         """
@@ -88,14 +81,12 @@ sys.exit(4)
 """
     )
     path = tmp_path / "events"
-    with stalled_pipe() as (reading, writing):
-        job = stack.enter_context(
-            running_cli(
-                "--nproc-per-node", 2, "-t1", "--log-dir", tmp_path / "logs",
-                "--events", path, "--no-python", *worker,
-                env={"NOTES": str(tmp_path)}, stdout=writing,
-            )
-        )  # fmt: skip
+    options = ["--nproc-per-node", 2, "-t1", "--log-dir", tmp_path / "logs", "--events", path]
+    with (
+        stalled_pipe() as (reading, writing),
+        running_cli(*options, "--no-python", *worker, env={"NOTES": str(tmp_path)},
+                    stdout=writing) as job,
+    ):  # fmt: skip
         job.wait_err("attempt 0 failed: rank 1 .* exit code 4")
         os.dup2(reading, writing)  # only the launcher has the writing end now
         content = bytearray()

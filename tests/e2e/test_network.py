@@ -33,16 +33,6 @@ socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(sys.argv[2].encode(), (s
 """
 
 
-_ASK = """
-import os, socket
-os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
-try:
-    print(socket.gethostbyname("lonely"))
-except OSError:
-    print(None)
-"""
-
-
 def run_on(host: Host, *argv: str) -> str:
     """Run a program on a host; return its stdout."""
     return subprocess.run(

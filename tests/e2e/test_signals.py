@@ -24,7 +24,7 @@ from tests.support.children import (
     until_sync,
 )
 from tests.support.cli import CLI, REPOSITORY, noted_job, run_program, running, running_cli
-from tests.support.leaks import alive, leaked_processes
+from tests.support.leaks import alive, leaked_processes, state_of
 
 pytestmark = pytest.mark.e2e
 
@@ -35,14 +35,9 @@ INFO = {"LOGLEVEL": "INFO"}
 AT_ONCE = ("--shutdown-timeout", 0.1)
 
 
-def state(pid: int) -> str:
-    """Return the state letter of a process (proc(5))."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
 def in_state(letter: str, *pids: int) -> Callable[[], bool]:
     """Return a condition: all these processes are in a state."""
-    return lambda: {state(pid) for pid in pids} <= set(letter)
+    return lambda: {state_of(pid) for pid in pids} <= set(letter)
 
 
 def logged(directory: Path) -> list[str]:

@@ -169,10 +169,6 @@ def give_generator() -> Any:
     return (one for one in "")
 
 
-def give_lambda() -> Any:
-    return lambda: 1
-
-
 class CutShort:
     """A value whose pickling ends the process."""
 

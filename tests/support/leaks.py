@@ -66,13 +66,17 @@ def own_children() -> set[int]:
     return pids
 
 
+def state_of(pid: int) -> str:
+    """Return the state letter of a process (proc(5))."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def alive(pid: int) -> bool:
     """Tell whether a process runs; a zombie does not."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
+        return state_of(pid) not in "ZX"
     except OSError:
         return False
-    return stat[stat.rindex(b")") + 2 :][:1] not in b"ZX"
 
 
 def leaked_processes(*, since: Collection[int] = ()) -> dict[int, str]:
@@ -81,7 +85,12 @@ def leaked_processes(*, since: Collection[int] = ()) -> dict[int, str]:
     Args:
         since: pids to leave out, because they existed earlier.
     """
-    mark = f"{SESSION_VARIABLE}={os.environ[SESSION_VARIABLE]}".encode()
+    return marked_processes(SESSION_VARIABLE, os.environ[SESSION_VARIABLE], since=since)
+
+
+def marked_processes(name: str, value: str, *, since: Collection[int] = ()) -> dict[int, str]:
+    """Return the commands of the live processes with a variable, except ourselves."""
+    mark = f"{name}={value}".encode()
     commands = {}
     for pid in _all_pids() - {os.getpid(), *since}:
         try:
