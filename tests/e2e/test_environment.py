@@ -68,7 +68,8 @@ def test_small_files(options: list[str], limit: int, tmp_path: Path) -> None:
         [*CLI, "run", *options, str(script)],
         capture_output=True,  # the launcher could not write to a file
         text=True,
-        env=environment(),
+        # CPython 3.11 would leave the beginning of a file of bytecode for the next tests.
+        env=environment({"PYTHONDONTWRITEBYTECODE": "1"}),
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
         check=False,
     )
