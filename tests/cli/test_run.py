@@ -38,7 +38,7 @@ from elastic_aio import (
 from elastic_aio.cli import main
 from elastic_aio.cli import run as cli_run
 from elastic_aio.event_json import SCHEMA
-from tests.support.children import noting, shell, until_sync
+from tests.support.children import noting, until_sync
 from tests.support.cli import (
     CLI,
     REPOSITORY,
@@ -408,22 +408,6 @@ def test_the_launcher_has_one_thread(tmp_path: Path) -> None:
         assert len(os.listdir(f"/proc/{job.pid}/task")) <= 2
         job.send(signal.SIGTERM)
         assert job.wait() == 143
-
-
-@pytest.mark.e2e
-def test_descriptor_limit_too_small_for_the_job() -> None:
-    """The limit is raised for the launcher and is the inherited one inside the workers."""
-    ended = run_in_shell("ulimit -Sn 256", "--nproc-per-node", 100, "-t3", *BASH, "ulimit -Sn")
-    assert ended.code == 0
-    assert sorted(line.split(":")[1] for line in ended.out.splitlines()) == ["256"] * 100
-
-
-@pytest.mark.e2e
-def test_descriptor_limit_that_suffices() -> None:
-    """A limit that is large enough is left alone."""
-    ended = run_in_shell("ulimit -Sn 1000", "--nproc-per-node", 2, *BASH, "ulimit -Sn; ulimit -Hn")
-    hard = run_program(shell("ulimit -Hn")).out.strip()
-    assert ended.out.split() == ["1000", hard] * 2
 
 
 FAR = Failure(

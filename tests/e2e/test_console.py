@@ -195,14 +195,6 @@ def test_workers_inherit_the_terminal() -> None:
     assert ended.code == 0
 
 
-def test_log_prefix_options() -> None:
-    """The option overrides torch's variable."""
-    variable = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<${role_name} ${rank}> "}
-    assert run_cli("-t1", *BASH, "echo x", env=variable).out == "<default 0> x\n"
-    option = ["--log-prefix", "${local_rank}/${attempt}/${stream} "]
-    assert run_cli("-t1", *option, *BASH, "echo x", env=variable).out == "0/0/stdout x\n"
-
-
 def test_log_dir_dev_null_inherits_everything() -> None:
     """`--log-dir /dev/null` overrides --tee and --redirects, with a warning."""
     ended = run_cli("--log-dir", "/dev/null", "-t3", "-r3", *BASH, "echo x; echo y >&2")
@@ -210,13 +202,6 @@ def test_log_dir_dev_null_inherits_everything() -> None:
     assert "no effect of --redirects and --tee" in ended.errors[0]
     assert "y" in ended.errors
     assert "no logs unless it fails" in ended.err
-
-
-def test_no_temporary_directory_is_left(tmp_path: Path) -> None:
-    """A run without logs leaves TMPDIR as it was, after success and after failure."""
-    for script in ("exit 0", "exit 1", "kill -KILL $$"):
-        run_cli("--max-restarts", 1, *BASH, script, env={"TMPDIR": str(tmp_path)})
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture

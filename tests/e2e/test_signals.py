@@ -23,7 +23,7 @@ from tests.support.children import (
     shell,
     until_sync,
 )
-from tests.support.cli import CLI, REPOSITORY, noted_job, run_program, running, running_cli
+from tests.support.cli import CLI, REPOSITORY, noted_job, run_program, running
 from tests.support.leaks import alive, leaked_processes, state_of
 
 pytestmark = pytest.mark.e2e
@@ -173,17 +173,6 @@ def test_no_deadline_expires_while_suspended(tmp_path: Path) -> None:
     assert escalated.time - asked.time >= grace + suspended - 0.1
 
 
-def test_a_suspended_job_can_be_killed(tmp_path: Path) -> None:
-    """SIGKILL of a suspended launcher leaves no suspended worker behind."""
-    with noted_job(tmp_path, 2, noting()) as (job, pids):
-        job.send(signal.SIGTSTP)
-        until_sync(in_state("T", *pids, job.pid), "all suspended")
-        job.send(signal.SIGKILL)
-        job.wait()
-        until_sync(none_alive(pids), "the end of the workers")
-    until_sync(lambda: not leaked_processes())
-
-
 def test_job_control_of_a_shell(tmp_path: Path) -> None:
     """On a terminal Ctrl-Z suspends the job, `fg` continues it, Ctrl-C stops it."""
     terminal = [sys.executable, "-c", "import pty; pty.spawn(['bash', '--norc', '-i'])"]
@@ -242,27 +231,6 @@ def test_unlisted_stop_signal(number: signal.Signals, tmp_path: Path) -> None:
         assert job.wait() == 128 + number
         until_sync(none_alive(pids), "the end of the workers", 2)
     until_sync(lambda: not leaked_processes())
-
-
-def test_stop_during_the_start(tmp_path: Path) -> None:
-    """A stop during the start of 64 workers has the usual exit code and line."""
-    with running_cli("--nproc-per-node", 64, "--no-python", *noting(),
-                     env={"NOTES": str(tmp_path)}) as job:  # fmt: skip
-        job.wait_err("64 workers of bash")
-        job.send(signal.SIGTERM)
-        ended = job.ended()
-    assert ended.code == 143
-    assert "SIGTERM was received" in ended.err
-
-
-def test_workers_have_their_own_sessions(tmp_path: Path) -> None:
-    """Signals of the terminal reach the launcher only, which stops the workers."""
-    with noted_job(tmp_path, 2, noting()) as (job, pids):
-        assert [os.getpgid(pid) for pid in pids] == pids
-        assert [os.getsid(pid) for pid in pids] == pids
-        assert os.getsid(job.pid) == os.getsid(0)
-        job.send(signal.SIGTERM)
-        job.wait()
 
 
 def block_stops() -> None:
