@@ -12,8 +12,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -59,35 +59,48 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def ask(capfd: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str:
-    """Run a command in this process; return what it prints."""
-    capfd.readouterr()
-    assert main(argv) == code
-    printed = capfd.readouterr()
-    assert (printed.err == "") == (code == 0)
-    return printed.err if code else printed.out
+Ask = Callable[..., str]
+StartJob = Callable[..., AbstractContextManager[Running]]
 
 
-def phase(capfd: pytest.CaptureFixture[str], name: str) -> str:
+@pytest.fixture
+def ask(capfd: pytest.CaptureFixture[str]) -> Ask:
+    """Return a function that runs a command in this process, and returns what it prints."""
+
+    def ask(*argv: str, code: int = 0) -> str:
+        capfd.readouterr()
+        assert main(argv) == code
+        printed = capfd.readouterr()
+        assert (printed.err == "") == (code == 0)
+        return printed.err if code else printed.out
+
+    return ask
+
+
+def phase(ask: Ask, name: str = "run-1") -> str:
     """Return the phase of a job, empty if there is none."""
-    lines = ask(capfd, "ps", "--json").splitlines()
-    statuses = [json.loads(line)["status"] for line in lines]
+    statuses = [json.loads(line)["status"] for line in ask("ps", "--json").splitlines()]
     return next((one["phase"] for one in statuses if one["run_id"] == name), "")
 
 
-@contextmanager
-def job(
-    capfd: pytest.CaptureFixture[str], script: Path, name: str, *options: str, **env: str
-) -> Iterator[Running]:
-    """Run a job of two workers, until it runs."""
-    words = ["--nproc-per-node=2", f"--rdzv-id={name}", "--redirects=3", *options, str(script)]
-    with running_cli(f"--log-dir={script.parent}", *words, env=env) as program:
-        until_sync(lambda: phase(capfd, name) == "running" and _have_begun(script), "the job")
-        yield program
-        if program.process.poll() is None:
-            program.send(signal.SIGTERM)
-        program.wait()
-        until_sync(lambda: not leaked_processes(), "the end of the guardian")
+@pytest.fixture
+def job(script: Path, ask: Ask) -> StartJob:
+    """Return what runs a job of two workers of the script; it runs when the block begins."""
+
+    @contextmanager
+    def job(
+        *options: str, name: str = "run-1", script: Path = script, **env: str
+    ) -> Iterator[Running]:
+        words = ["--nproc-per-node=2", f"--rdzv-id={name}", "--redirects=3", *options, str(script)]
+        with running_cli(f"--log-dir={script.parent}", *words, env=env) as program:
+            until_sync(lambda: phase(ask, name) == "running" and _have_begun(script), "the job")
+            yield program
+            if program.process.poll() is None:
+                program.send(signal.SIGTERM)
+            program.wait()
+            until_sync(lambda: not leaked_processes(), "the end of the guardian")
+
+    return job
 
 
 def _have_begun(script: Path) -> bool:
@@ -139,16 +152,8 @@ def test_the_names_of_jobs(name: str | None, pids: list[int]) -> None:
         ([], None, "JOB: no job of this user runs on this host"),
         ([], "a", "JOB: no job of this user runs on this host (got 'a')"),
         (JOBS[:2], None, "JOB: must be given, 2 jobs run here: abc1 (pid 7); abd2 (pid 8)"),
-        (
-            JOBS[:2],
-            "ab",
-            "JOB: matches several: abc1 (pid 7); abd2 (pid 8) (got 'ab')",
-        ),
-        (
-            NODES,
-            None,
-            "JOB: 2 launchers match: give the pid of one: abc1 (pid 7); abc1 (pid 8)",
-        ),
+        (JOBS[:2], "ab", "JOB: matches several: abc1 (pid 7); abd2 (pid 8) (got 'ab')"),
+        (NODES, None, "JOB: 2 launchers match: give the pid of one: abc1 (pid 7); abc1 (pid 8)"),
         (
             [*JOBS[1:], *NODES],
             "abc1",
@@ -174,17 +179,13 @@ def test_a_name_that_is_not_of_one_job(
     ],
 )
 def test_a_stop_of_one_node_is_no_end_of_the_job(
-    nodes: int,
-    state: JobState,
-    ended: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    nodes: int, state: JobState, ended: str, monkeypatch: pytest.MonkeyPatch, ask: Ask
 ) -> None:
     """The other nodes go on."""
     status = JobStatus(run_id="abc1", node="near", group_world_size=nodes)
     monkeypatch.setattr(local_jobs, "find_jobs", lambda: [RunningJob("/7", 7, status)])
     monkeypatch.setattr(local_jobs, "ask_job", lambda *_: EndReply(state, "enough", 143))
-    assert ask(capfd, "stop", "abc1") == f"{ended}, exit code 143: enough\n"
+    assert ask("stop", "abc1") == f"{ended}, exit code 143: enough\n"
 
 
 def test_the_list_tells_the_nodes_of_a_job_apart() -> None:
@@ -209,9 +210,7 @@ def test_restarts_that_were_returned_are_not_used() -> None:
 
 
 @pytest.mark.parametrize("argv", [["stop"], ["restart"], ["signal", "USR1"]])
-def test_a_script_names_the_job(
-    argv: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_names_the_job(argv: list[str], monkeypatch: pytest.MonkeyPatch, ask: Ask) -> None:
     """At a terminal the only job is meant."""
     asked = []
 
@@ -222,10 +221,10 @@ def test_a_script_names_the_job(
     monkeypatch.setattr(local_jobs, "find_jobs", lambda: JOBS[:1])
     monkeypatch.setattr(local_jobs, "ask_job", ask_job)
     problem = "JOB: must be given where standard input or output is no terminal; abc1 (pid 7)"
-    assert problem in ask(capfd, *argv, code=2)
+    assert problem in ask(*argv, code=2)
     for stream in (sys.stdin, sys.stdout):
         monkeypatch.setattr(stream, "isatty", lambda: True)
-    assert "it was asked" in ask(capfd, *argv, code=1)
+    assert "it was asked" in ask(*argv, code=1)
     assert asked == [7]
 
 
@@ -233,15 +232,15 @@ COMMANDS = ["status", "logs", "top", "why", "dump", "stop", "restart", "wait", "
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_without_a_job(command: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_without_a_job(command: str, ask: Ask) -> None:
     """One line, exit code 2."""
-    printed = ask(capfd, command, code=2)
+    printed = ask(command, code=2)
     assert printed == f"aio-elastic {command}: JOB: no job of this user runs on this host\n"
 
 
-def test_ps_without_a_job(capfd: pytest.CaptureFixture[str]) -> None:
-    assert ask(capfd, "ps") == "no job of this user runs on this host\n"
-    assert ask(capfd, "ps", "--json") == ""
+def test_ps_without_a_job(ask: Ask) -> None:
+    assert ask("ps") == "no job of this user runs on this host\n"
+    assert ask("ps", "--json") == ""
 
 
 @pytest.mark.parametrize(
@@ -262,8 +261,8 @@ def test_ps_without_a_job(capfd: pytest.CaptureFixture[str]) -> None:
         (["why", "a", "--from", "/nowhere"], "JOB: has no effect with --from"),
     ],
 )
-def test_bad_arguments(argv: list[str], problem: str, capfd: pytest.CaptureFixture[str]) -> None:
-    printed = ask(capfd, *argv, code=2)
+def test_bad_arguments(argv: list[str], problem: str, ask: Ask) -> None:
+    printed = ask(*argv, code=2)
     assert printed.startswith(f"aio-elastic {argv[0]}: {problem}")
     assert printed.count("\n") == 1
 
@@ -272,33 +271,33 @@ def test_bad_arguments(argv: list[str], problem: str, capfd: pytest.CaptureFixtu
 
 
 @pytest.mark.e2e
-def test_a_job_is_seen_and_stopped(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_job_is_seen_and_stopped(job: StartJob, ask: Ask) -> None:
     """From the list to the end, as another terminal would do it."""
-    with job(capfd, script, "run-1") as program:
-        header, row = ask(capfd, "ps").splitlines()
+    with job() as program:
+        header, row = ask("ps").splitlines()
         assert header.split()[:3] == ["RUN", "PID", "NAME"]
         assert row.split()[:2] == ["run-1", str(program.pid)]
         assert row.split()[3:5] == ["running", "2/2"]
-        shown = ask(capfd, "stop", "--no-wait", "--signal", "INT", "run-1")
+        shown = ask("stop", "--no-wait", "--signal", "INT", "run-1")
         assert shown == f"job run-1 (pid {program.pid}): the stop was requested\n"
         assert program.wait() == 130
         assert re.search(r"requested by \S+ \(pid \d+, uid \d+\) \(SIGINT\)", program.err)
-        until_sync(lambda: "no job" in ask(capfd, "ps"), "the end")
+        until_sync(lambda: "no job" in ask("ps"), "the end")
 
 
 @pytest.mark.e2e
-def test_status_and_why(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_status_and_why(job: StartJob, script: Path, ask: Ask) -> None:
     """After a failure: what the job does, and the decisions that have led there."""
-    with job(capfd, script, "run-1", "--max-restarts=3", FAILS="1") as program:
-        text = ask(capfd, "status", "run")
+    with job("--max-restarts=3", FAILS="1") as program:
+        text = ask("status", "run")
         assert f"run run-1: {script} on " in text
         assert re.search(r"^phase     running for ", text, re.MULTILINE)
         assert "attempt   1 (1 of 3 restarts used)" in text
         assert len(re.findall(r"^[01] +\d+ +running +\S+ s +\d+%", text, re.MULTILINE)) == 2
-        status = json.loads(ask(capfd, "status", "--json", str(program.pid)))
+        status = json.loads(ask("status", "--json", str(program.pid)))
         assert status["attempt"] == 1
         assert all(worker["usage"]["max_rss_bytes"] > 1 << 20 for worker in status["workers"])
-        why = ask(capfd, "why", script.name)
+        why = ask("why", script.name)
         for line in (
             r"  the workers are stopped \(SIGTERM 25 s, SIGKILL\)\n    rule:     local rank 1 ",
             r"  attempt 0 failed\n    evidence: rank 1 \(pid \d+\): exit code 1",
@@ -310,22 +309,22 @@ def test_status_and_why(script: Path, capfd: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.e2e
-def test_control_of_a_job(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with job(capfd, script, "run-1", "--max-restarts=0") as program:
+def test_control_of_a_job(job: StartJob, ask: Ask) -> None:
+    with job("--max-restarts=0") as program:
         name = f"job run-1 (pid {program.pid})"
         sent = f"{name}: SIGUSR1 sent to 1 worker\n"
-        assert ask(capfd, "signal", "run", "usr1", "--rank", "1") == sent
-        until_sync(lambda: "got USR1" in ask(capfd, "logs", "run-1", "1"), "the signal")
-        assert "got USR1" not in ask(capfd, "logs", "0")
-        assert ask(capfd, "signal", "run-1", "10") == f"{name}: SIGUSR1 sent to 2 workers\n"
-        dump = ask(capfd, "dump", "--reason", "it is slow")
+        assert ask("signal", "run", "usr1", "--rank", "1") == sent
+        until_sync(lambda: "got USR1" in ask("logs", "run-1", "1"), "the signal")
+        assert "got USR1" not in ask("logs", "0")
+        assert ask("signal", "run-1", "10") == f"{name}: SIGUSR1 sent to 2 workers\n"
+        dump = ask("dump", "--reason", "it is slow")
         assert dump.startswith("it is slow, requested by ")
         assert "rank 0" in dump
         assert "rank 1" in dump
-        restarted = ask(capfd, "restart", "--reason", "new data", "run-1")
+        restarted = ask("restart", "--reason", "new data", "run-1")
         assert restarted == f"{name} restarted: attempt 1 runs\n"
-        assert "restarting as attempt 1: new data" in ask(capfd, "events")
-        printed = ask(capfd, "stop", "--reason", "enough", "run-1")
+        assert "restarting as attempt 1: new data" in ask("events")
+        printed = ask("stop", "--reason", "enough", "run-1")
         client = rf"requested by \S+ \(pid {os.getpid()}, uid {os.geteuid()}\)\n"
         ended = rf"job run-1 \(pid {program.pid}\) stopped, exit code 143: enough, {client}"
         assert re.fullmatch(ended, printed)
@@ -334,11 +333,13 @@ def test_control_of_a_job(script: Path, capfd: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.e2e
-def test_a_signal_that_ends_workers(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_that_ends_workers(
+    job: StartJob, capfd: pytest.CaptureFixture[str], ask: Ask
+) -> None:
     """The command says which; a rank without a worker is a mistake."""
-    with job(capfd, script, "run-1") as program:
+    with job() as program:
         problem = "--rank: must be the rank of a running worker of this node: 0-1 (got '9')\n"
-        absent = ask(capfd, "signal", "run-1", "USR2", "--rank", "9", code=2)
+        absent = ask("signal", "run-1", "USR2", "--rank", "9", code=2)
         assert absent == f"aio-elastic signal: {problem}"
         assert main(["signal", "run-1", "USR2", "--rank", "1"]) == 0
         printed = capfd.readouterr()
@@ -349,11 +350,9 @@ def test_a_signal_that_ends_workers(script: Path, capfd: pytest.CaptureFixture[s
 
 
 @pytest.mark.e2e
-def test_a_wait_ends_with_the_code_of_the_job(
-    script: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wait_ends_with_the_code_of_the_job(job: StartJob) -> None:
     """Its process too, and a follower of the events ends with it."""
-    with job(capfd, script, "run-1") as program:
+    with job() as program:
         assert main(["wait", "--timeout", "0.05"]) == 124
         with (
             running([*CLI, "wait", "run-1"]) as waiter,
@@ -369,64 +368,59 @@ def test_a_wait_ends_with_the_code_of_the_job(
 
 
 @pytest.mark.e2e
-def test_logs(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_logs(job: StartJob, ask: Ask) -> None:
     """All workers with the rank before each line, or one without; followed through a restart."""
-    with job(capfd, script, "run-1") as program:
-        lines = ask(capfd, "logs").splitlines()
+    with job() as program:
+        lines = ask("logs").splitlines()
         assert sorted(lines) == [
             "[0]: rank 0 begins",
             "[0]: to stderr",
             "[1]: rank 1 begins",
             "[1]: to stderr",
         ]
-        assert ask(capfd, "logs", "-n", "0", "1") == ""
-        assert sorted(ask(capfd, "logs", "run-1", "1").splitlines()) == [
-            "rank 1 begins",
-            "to stderr",
-        ]
-        assert "RANK: must be one of this node" in ask(capfd, "logs", "run-1", "7", code=2)
+        assert ask("logs", "-n", "0", "1") == ""
+        assert sorted(ask("logs", "run-1", "1").splitlines()) == ["rank 1 begins", "to stderr"]
+        assert "RANK: must be one of this node" in ask("logs", "run-1", "7", code=2)
         with running([*CLI, "logs", "-f", "run-1"]) as follower:
             follower.wait_out("rank 1 begins")
-            ask(capfd, "signal", "run-1", "USR1")
+            ask("signal", "run-1", "USR1")
             follower.wait_out(r"\[0\]: got USR1")
             follower.wait_out(r"\[1\]: got USR1")
-            ask(capfd, "restart", "run-1")
+            ask("restart", "run-1")
             until_sync(lambda: follower.out.count("rank 1 begins") == 2, "the new output")
-            ask(capfd, "stop", "run-1")
+            ask("stop", "run-1")
             assert follower.wait() == 0
         program.wait()
 
 
 @pytest.mark.e2e
-def test_logs_of_workers_that_have_written_nothing(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_logs_of_workers_that_have_written_nothing(tmp_path: Path, ask: Ask) -> None:
     """The command follows them from the first byte on, also those of a later attempt."""
     script = tmp_path / "quiet.sh"
     handles = "trap 'echo got USR1: $$ >&2' USR1; touch $0.$$"
     script.write_text(f"{handles}; while :; do sleep 0.05; done")
     with running_cli("--rdzv-id=run-1", "--no-python", "bash", script) as program:
-        until_sync(lambda: phase(capfd, "run-1") == "running", "the job")
+        until_sync(lambda: phase(ask) == "running", "the job")
         with running([*CLI, "logs", "-f", "run-1"]) as follower:
 
             def shown(workers: int) -> bool:
                 """Signal the worker; return whether there are lines of so many by now."""
                 until_sync(lambda: len([*tmp_path.glob("quiet.sh.*")]) == workers, "its handler")
-                ask(capfd, "signal", "run-1", "USR1")
+                ask("signal", "run-1", "USR1")
                 return len(set(re.findall(r"got USR1: (\d+)\n", follower.out))) == workers
 
             until_sync(lambda: shown(1), "a line of the first worker")
-            ask(capfd, "restart", "run-1")
+            ask("restart", "run-1")
             until_sync(lambda: shown(2), "a line of the second worker")
-            ask(capfd, "stop", "run-1")
+            ask("stop", "run-1")
             assert follower.wait() == 0
         program.wait()
 
 
 @pytest.mark.e2e
-def test_logs_into_a_pipe_that_closes(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_logs_into_a_pipe_that_closes(job: StartJob) -> None:
     """Also while nothing but the log files wakes the command up."""
-    with job(capfd, script, "run-1"):
+    with job():
         follower = subprocess.Popen(
             [*CLI, "logs", "-f", "run-1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
@@ -442,21 +436,21 @@ def test_logs_into_a_pipe_that_closes(script: Path, capfd: pytest.CaptureFixture
 
 
 @pytest.mark.e2e
-def test_a_job_whose_output_is_in_no_file(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_job_whose_output_is_in_no_file(script: Path, ask: Ask) -> None:
     """The command says so, and does not wait for the end of the job."""
     with running_cli("--rdzv-id=run-1", "--no-capture", script) as program:
-        until_sync(lambda: phase(capfd, "run-1") == "running", "the job")
+        until_sync(lambda: phase(ask) == "running", "the job")
         for follow in ([], ["-f"]):
-            assert "no output of this job is in files" in ask(capfd, "logs", *follow, code=1)
+            assert "no output of this job is in files" in ask("logs", *follow, code=1)
         program.send(signal.SIGTERM)
         assert program.wait() == 143
 
 
 @pytest.mark.e2e
-def test_top(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_top(job: StartJob, ask: Ask) -> None:
     """Once, and until the end of the job."""
-    with job(capfd, script, "run-1") as program:
-        text = ask(capfd, "top", "--once")
+    with job() as program:
+        text = ask("top", "--once")
         assert re.search(r"^RANK +PID +STATE", text, re.MULTILINE)
         assert len(re.findall(r"^[01] +\d+ +running +\S+ s +\d+%", text, re.MULTILINE)) == 2
         with running([*CLI, "top", "--interval", "0.1"]) as top:
@@ -468,59 +462,55 @@ def test_top(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.e2e
-def test_several_jobs(script: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_several_jobs(job: StartJob, tmp_path: Path, ask: Ask) -> None:
     """Each needs its name; all are in the list and in the overview."""
     other = tmp_path / "other" / "eval.py"
     other.parent.mkdir()
     other.write_text(WORKER)
-    with job(capfd, other, "second"), job(capfd, script, "first"):
-        assert "must be given, 2 jobs run here: " in ask(capfd, "status", code=2)
-        assert [line.split()[0] for line in ask(capfd, "ps").splitlines()] == [
-            "RUN",
-            "second",
-            "first",
-        ]
-        assert "second" in ask(capfd, "top", "--once")
-        assert ask(capfd, "stop", "--kill", "eval.py").startswith("job second (pid ")
-        assert len(ask(capfd, "ps").splitlines()) == 2
+    with job(name="second", script=other), job(name="first"):
+        assert "must be given, 2 jobs run here: " in ask("status", code=2)
+        assert [line.split()[0] for line in ask("ps").splitlines()] == ["RUN", "second", "first"]
+        assert "second" in ask("top", "--once")
+        assert ask("stop", "--kill", "eval.py").startswith("job second (pid ")
+        assert len(ask("ps").splitlines()) == 2
 
 
 @pytest.mark.e2e
 def test_a_suspended_launcher_does_not_answer(
-    script: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    job: StartJob, monkeypatch: pytest.MonkeyPatch, ask: Ask
 ) -> None:
     monkeypatch.setattr(local_jobs, "find_jobs", partial(find_jobs, 0.3))
-    with job(capfd, script, "run-1") as program:
+    with job() as program:
         program.send(signal.SIGSTOP)
         try:
-            assert f"{program.pid}" in ask(capfd, "ps")
-            assert "does not answer" in ask(capfd, "ps")
-            assert "does not answer" in ask(capfd, "status", "run-1", code=2)
+            assert f"{program.pid}" in ask("ps")
+            assert "does not answer" in ask("ps")
+            assert "does not answer" in ask("status", "run-1", code=2)
         finally:
             program.send(signal.SIGCONT)
 
 
 @pytest.mark.e2e
-def test_a_killed_launcher_leaves_no_job(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_launcher_leaves_no_job(job: StartJob, ask: Ask) -> None:
     """The next command removes its socket."""
-    with job(capfd, script, "run-1") as program:
+    with job() as program:
         program.send(signal.SIGKILL)
         program.wait()
-        until_sync(lambda: "no job" in ask(capfd, "ps"), "the end of all copies")
+        until_sync(lambda: "no job" in ask("ps"), "the end of all copies")
         assert os.listdir(os.environ["ELASTIC_AIO_CONTROL_DIR"]) == []
 
 
 @pytest.mark.e2e
-def test_a_job_without_control(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_job_without_control(script: Path, ask: Ask) -> None:
     with running_cli("--no-control", script) as program:
         program.wait_out("rank 0 begins")
-        assert ask(capfd, "ps") == "no job of this user runs on this host\n"
+        assert ask("ps") == "no job of this user runs on this host\n"
         program.send(signal.SIGTERM)
         assert program.wait() == 143
 
 
 @pytest.mark.e2e
-def test_why_from_a_file(script: Path, tmp_path: Path) -> None:
+def test_why_from_a_file(tmp_path: Path) -> None:
     """The events that `run --events` has written explain a job that is over."""
     path = tmp_path / "events"
     argv = [*CLI, "run", "--events", str(path), "--no-python", "sh", "-c", "exit 7"]
