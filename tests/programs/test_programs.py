@@ -22,10 +22,7 @@ def found(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-pytestmark = [
-    pytest.mark.torch,
-    pytest.mark.skipif(not found("torch"), reason="needs torch"),
-]
+pytestmark = [pytest.mark.torch, pytest.mark.skipif(not found("torch"), reason="needs torch")]
 
 
 needs_accelerate = pytest.mark.skipif(not found("accelerate"), reason="needs accelerate")
@@ -40,6 +37,7 @@ def lines_of_accelerate(prefix: str) -> list[str]:
     return sorted(lines)
 
 
+RESTARTED = ("--nproc-per-node=2", "--max-restarts=1")
 ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "LOGLEVEL": None}
 
 
@@ -48,12 +46,17 @@ def run_torch(*args: object, **options: object) -> Ended:
     return run_cli("--tee=3", *args, env=ENVIRONMENT, seconds=SECONDS, **options)
 
 
+def ranks(*ended: Ended) -> list[str]:
+    """Check that programs have succeeded; return the lines of their ranks, sorted."""
+    assert not any(one.code for one in ended), [one.err for one in ended]
+    lines = [line for one in ended for line in one.out.splitlines()]
+    return sorted(line for line in lines if line.startswith("rank"))
+
+
 def test_ddp_resumes_from_its_snapshot(tmp_path: Path) -> None:
     """Rank 1 is killed in epoch 2; the restart trains epochs 2 to 4 only."""
-    ended = run_torch(
-        *("--nproc-per-node=2", "--max-restarts=1", REPOSITORY / "examples/train_ddp.py"),
-        *("--snapshot", tmp_path / "snapshot.pt"),
-    )
+    program = [REPOSITORY / "examples/train_ddp.py", "--snapshot", tmp_path / "snapshot.pt"]
+    ended = run_torch(*RESTARTED, *program)
     assert ended.code == 0, ended.err
     lines = ended.out.splitlines()
     assert "[default0]:attempt 1: training from epoch 2 of 5" in lines
@@ -64,10 +67,7 @@ def test_ddp_resumes_from_its_snapshot(tmp_path: Path) -> None:
 
 def test_fsdp_resumes_from_a_distributed_checkpoint(tmp_path: Path) -> None:
     """The program itself compares the parameters with those of an uninterrupted training."""
-    ended = run_torch(
-        *("--nproc-per-node=2", "--max-restarts=1"),
-        *(PROGRAMS / "fsdp_checkpoint.py", tmp_path),
-    )
+    ended = run_torch(*RESTARTED, PROGRAMS / "fsdp_checkpoint.py", tmp_path)
     assert ended.code == 0, ended.err
     assert "rank 1 (pid" in ended.err  # it was killed
     assert sorted(ended.out.splitlines()) == [
@@ -86,10 +86,7 @@ def test_rpc_forms_again_after_a_restart() -> None:
 @pytest.mark.skipif(not found("lightning"), reason="needs lightning")
 def test_lightning_resumes_a_fit(tmp_path: Path) -> None:
     """Rank 1 is killed in epoch 2; the Trainer of the restart begins with that epoch."""
-    ended = run_torch(
-        *("--nproc-per-node=2", "--max-restarts=1"),
-        *(PROGRAMS / "lightning_resume.py", tmp_path),
-    )
+    ended = run_torch(*RESTARTED, PROGRAMS / "lightning_resume.py", tmp_path)
     assert ended.code == 0, ended.err
     for rank in (0, 1):
         epochs = [line for line in ended.out.splitlines() if f"rank {rank} of 2: epoch" in line]
@@ -100,10 +97,7 @@ def test_lightning_resumes_a_fit(tmp_path: Path) -> None:
 @needs_accelerate
 def test_accelerate_resumes_from_its_state(tmp_path: Path) -> None:
     """Rank 1 is killed in epoch 2, where the restart begins."""
-    ended = run_torch(
-        *("--nproc-per-node=2", "--max-restarts=1"),
-        *(PROGRAMS / "accelerate_resume.py", tmp_path),
-    )
+    ended = run_torch(*RESTARTED, PROGRAMS / "accelerate_resume.py", tmp_path)
     assert ended.code == 0, ended.err
     assert sorted(ended.out.splitlines()) == lines_of_accelerate("[default{}]:")
 
@@ -120,9 +114,7 @@ def test_accelerate_launch_runs_its_job_here(tmp_path: Path) -> None:
         env=ENVIRONMENT,
         seconds=SECONDS,
     )
-    assert ended.code == 0, ended.err
-    lines = [line for line in ended.out.splitlines() if line.startswith("rank")]
-    assert sorted(lines) == lines_of_accelerate("")
+    assert ranks(ended) == lines_of_accelerate("")
 
 
 @needs_accelerate
@@ -145,9 +137,7 @@ def test_accelerate_launch_of_two_nodes(backend: str) -> None:
             agents.append(stack.enter_context(running(argv, env=ENVIRONMENT)))
             until_sync(lambda: listening([port]), "the store", SECONDS)
         ended = [agent.ended(SECONDS) for agent in agents]
-    assert [one.code for one in ended] == [0, 0], [one.err for one in ended]
-    lines = [line for one in ended for line in one.out.splitlines() if line.startswith("rank")]
-    assert sorted(lines) == [f"rank {rank} of 4: 10 by elastic_aio" for rank in range(4)]
+    assert ranks(*ended) == [f"rank {rank} of 4: 10 by elastic_aio" for rank in range(4)]
 
 
 @pytest.mark.skipif(
@@ -161,9 +151,7 @@ def test_lightning_cli_under_torchrun() -> None:
     options = [f"--trainer.{name}={value}" for name, value in {**trainer, **quiet}.items()]
     program = [str(PROGRAMS / "lightning_cli.py"), "fit", *options, "--model.width=8"]
     ended = run_program([*torchrun, *program], env=ENVIRONMENT, seconds=SECONDS)
-    assert ended.code == 0, ended.err
-    lines = [line for line in ended.out.splitlines() if line.startswith("rank")]
-    assert sorted(lines) == [f"rank {rank} of 2: 8 features by elastic_aio" for rank in (0, 1)]
+    assert ranks(ended) == [f"rank {rank} of 2: 8 features by elastic_aio" for rank in (0, 1)]
 
 
 @pytest.mark.skipif(not (found("lightning") and found("click")), reason="needs lightning and click")
@@ -172,13 +160,9 @@ def test_fabric_run_runs_its_job_here() -> None:
     command = ["-m", "lightning.fabric.cli", "--accelerator=cpu", "--devices=2"]
     others = ["--strategy=ddp", f"--main-port={free_port()}", str(PROGRAMS / "fabric_sum.py")]
     ended = run_program(
-        [*CLI, "exec", sys.executable, *command, *others],
-        env=ENVIRONMENT,
-        seconds=SECONDS,
+        [*CLI, "exec", sys.executable, *command, *others], env=ENVIRONMENT, seconds=SECONDS
     )
-    assert ended.code == 0, ended.err
-    lines = {line for line in ended.out.splitlines() if line.startswith("rank")}
-    assert lines == {f"rank {rank}: 3 by elastic_aio" for rank in (0, 1)}
+    assert {*ranks(ended)} == {f"rank {rank}: 3 by elastic_aio" for rank in (0, 1)}
 
 
 @needs_accelerate
@@ -189,9 +173,7 @@ def test_notebook_launcher_runs_its_job_here() -> None:
         env=ENVIRONMENT,
         seconds=SECONDS,
     )
-    assert ended.code == 0, ended.err
-    lines = {line for line in ended.out.splitlines() if line.startswith("rank")}
-    assert lines == {f"rank {rank}: 21 by elastic_aio" for rank in (0, 1)}
+    assert {*ranks(ended)} == {f"rank {rank}: 21 by elastic_aio" for rank in (0, 1)}
 
 
 @needs_accelerate
