@@ -64,14 +64,7 @@ class NodeNote(NamedTuple):
 class LauncherCluster(Cluster):
     """The agents of one launcher, each with one worker that stays.
 
-    Args:
-        launcher: the launcher.
-        directory: for pipes and output.
-        nnodes: N or MIN:MAX.
-        endpoint: of the rendezvous; None chooses free ports of the loopback address.
-        endpoints: how many ports to choose.
-        conf: settings of the rendezvous.
-        options: more options of every agent.
+    Without an endpoint of the rendezvous, they get `endpoints` free ports of the loopback address.
     """
 
     def __init__(

@@ -13,14 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.launchers import (
-    Job,
-    Launcher,
-    new_notes,
-    spawn_baseline,
-    wait_until,
-    worker,
-)
+from benchmarks.launchers import Job, Launcher, new_notes, spawn_baseline, wait_until, worker
 from benchmarks.table import TIMES, Goal, Line
 from benchmarks.turns import compare, median_of, median_of_all
 

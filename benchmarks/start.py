@@ -16,14 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.launchers import (
-    Finished,
-    Job,
-    Launcher,
-    children_of,
-    run,
-    wait_until,
-)
+from benchmarks.launchers import Finished, Job, Launcher, children_of, run, wait_until
 from benchmarks.table import Goal, Line
 from benchmarks.turns import compare, median_of
 

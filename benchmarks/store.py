@@ -95,12 +95,7 @@ def store_init(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Lin
 
 
 def _run(
-    row: str,
-    ours: Launcher,
-    theirs: Launcher | None,
-    rounds: int,
-    *,
-    old: Launcher | None = None,
+    row: str, ours: Launcher, theirs: Launcher | None, rounds: int, *, old: Launcher | None = None
 ) -> dict[str, dict[str, float]] | None:
     """Measure a row in torch's interpreter; None without torch."""
     if theirs is None:

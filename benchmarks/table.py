@@ -52,11 +52,7 @@ class Line:
     @property
     def is_met(self) -> bool | None:
         """Whether every goal with a figure to compare with is met; None without such a goal."""
-        pairs = (
-            (self.goal, self.theirs),
-            (self.limit_goal, self.limit),
-            (self.old_goal, self.old),
-        )
+        pairs = ((self.goal, self.theirs), (self.limit_goal, self.limit), (self.old_goal, self.old))
         met = [
             goal.is_met(self.ours, other)
             for goal, other in pairs

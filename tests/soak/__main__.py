@@ -43,12 +43,7 @@ _OWN_NETWORK = "ELASTIC_AIO_SOAK_NETWORK"
 class Soak:
     """Injects faults at random, and measures how long the group takes to form again.
 
-    Args:
-        cluster: to inject faults into.
-        nodes: how many there are without faults.
-        seed: of the random choices.
-        bound: seconds within which the group must have formed again.
-        engine: where the nodes meet.
+    It must have formed within `bound` seconds.
     """
 
     def __init__(
@@ -81,11 +76,7 @@ class Soak:
             self._kinds["drop packets of the store"] = 2, self._drop_packets
 
     async def run(self, minutes: float) -> None:
-        """Inject faults for so long.
-
-        Raises:
-            Violation: an invariant does not hold.
-        """
+        """Inject faults for so long, or until an invariant does not hold (`Violation`)."""
         end = time.monotonic() + 60 * minutes
         started_at = time.monotonic()
         for _ in range(self._nodes):

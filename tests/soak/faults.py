@@ -22,8 +22,6 @@ from tests.support.redis import RedisProcess
 from tests.support.sockets import LOOPBACK, free_port
 from tests.support.worker_notes import Note, read_note
 
-__all__ = ["Engine", "FaultyCluster", "Round", "Violation", "open_engine"]
-
 _POLL_S = 0.02
 # An agent must have ended this long after SIGTERM: its workers end at once.
 _STOP_S = 15.0
@@ -35,17 +33,13 @@ class Violation(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A round as its workers see it.
-
-    Attributes:
-        port: master port; each round has its own.
-        nodes: how many there are.
-        formed_at: when the last worker started, in seconds of the monotonic clock.
-    """
+    """A round as its workers see it."""
 
     port: int
+    """Master port; each round has its own."""
     nodes: int
     formed_at: float
+    """When the last worker started, in seconds of the monotonic clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +91,6 @@ class FaultyCluster(Cluster):
     """Agents on this host that are to form one group of all that can run.
 
     All workers write their notes into one pipe, which outlives every agent.
-
-    Args:
-        directory: for pipes, events and output.
-        most: nodes at most.
-        nproc: workers of each node.
-        engine: where they meet.
     """
 
     def __init__(self, directory: Path, most: int, nproc: int, engine: Engine) -> None:
@@ -238,11 +226,7 @@ class FaultyCluster(Cluster):
 
     def describe(self) -> str:
         """Return the present state, for people."""
-        groups = {
-            "active": self.active,
-            "suspended": self.suspended,
-            "stopping": self._stopping,
-        }
+        groups = {"active": self.active, "suspended": self.suspended, "stopping": self._stopping}
         names = (f"{key} {sorted(node.name for node in nodes)}" for key, nodes in groups.items())
         lines = [", ".join(names)]
         lines += [f"  {note}" for note in self._workers.values()]

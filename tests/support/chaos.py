@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from types import TracebackType
 from typing import Self, cast
 
 
@@ -64,12 +63,7 @@ class ChaosProxy:
         self.port = int(self.server.sockets[0].getsockname()[1])
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.server.close()
         self.cut()
         for task in self._tasks:

@@ -80,16 +80,12 @@ def alive(pid: int) -> bool:
 
 
 def leaked_processes(*, since: Collection[int] = ()) -> dict[int, str]:
-    """Return the live processes that this test session has started, except ourselves.
-
-    Args:
-        since: pids to leave out, because they existed earlier.
-    """
+    """Return the live processes of this test session, except ourselves and those of `since`."""
     return marked_processes(SESSION_VARIABLE, os.environ[SESSION_VARIABLE], since=since)
 
 
 def marked_processes(name: str, value: str, *, since: Collection[int] = ()) -> dict[int, str]:
-    """Return the commands of the live processes with a variable, except ourselves."""
+    """Return the commands of the live processes with a variable, ourselves left out."""
     mark = f"{name}={value}".encode()
     commands = {}
     for pid in _all_pids() - {os.getpid(), *since}:

@@ -13,12 +13,9 @@ T = TypeVar("T")
 
 
 class LineStream(Generic[T]):
-    """The lines of a pipe, past and future.
+    """The lines of a pipe, past and future, as entries that `parse` makes of them.
 
-    Args:
-        name: of the writer, for error messages.
-        descriptor: the end to read; closed with the stream.
-        parse: makes an entry of a line.
+    `name` is that of the writer; `descriptor`, the end to read, is closed with the stream.
     """
 
     def __init__(self, name: str, descriptor: int, parse: Callable[[bytes], T]) -> None:

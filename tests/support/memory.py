@@ -34,10 +34,7 @@ print(peak() - before)
 def peak_growth(definitions: str, *args: object, cwd: Path) -> int:
     """Return by how many bytes `await main(*args)` raises the peak memory of a process.
 
-    Args:
-        definitions: Python source that defines `main`.
-        args: its arguments, as texts.
-        cwd: working directory of the process.
+    `definitions` is Python source that defines `main`, whose arguments are texts.
     """
     ended = subprocess.run(
         [sys.executable, "-c", _PROGRAM.replace("{definitions}", definitions), *map(str, args)],

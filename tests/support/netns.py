@@ -17,7 +17,6 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 _PREFIX = "eaio"
@@ -65,12 +64,7 @@ class Host:
 
 
 class Network:
-    """Hosts `10.77.0.1`, `10.77.0.2`, ... while the block is open.
-
-    Args:
-        directory: for the hosts' files.
-        names: host names.
-    """
+    """Hosts `10.77.0.1`, `10.77.0.2`, ... while the block is open; their files in a directory."""
 
     def __init__(self, directory: Path, *names: str) -> None:
         started = _start_time(os.getpid())
@@ -93,12 +87,7 @@ class Network:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._remove()
 
     def cut(self, source: str, *targets: str) -> None:

@@ -17,12 +17,8 @@ from tests.support.cli import Ended, environment
 class Program:
     """A process, its output in the files `out` and `err` of a directory.
 
-    Args:
-        name: for error messages.
-        argv: what to run.
-        directory: for its output; created if it does not exist.
-        env: changes of our environment; None removes a variable.
-        stdout: descriptor in place of the file `out`.
+    `name` is for error messages; `env` changes our environment (None removes a variable);
+    `stdout` is a descriptor in place of the file `out`.
     """
 
     def __init__(

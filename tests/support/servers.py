@@ -7,7 +7,6 @@ import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from tests.support.leaks import SESSION_VARIABLE
@@ -47,12 +46,7 @@ class ServerProcess:
         self.wait_ready()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()
 
     def send(self, number: int) -> None:

@@ -7,29 +7,15 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
-
-__all__ = [
-    "LOOPBACK",
-    "Traffic",
-    "can_count_traffic",
-    "free_port",
-    "listening",
-    "probed",
-    "traffic_of",
-]
 
 LOOPBACK = "127.0.0.1"
 
 
 def free_port(address: str = "::") -> int:
-    """Return a TCP port that is free at `address`, outside the range of ephemeral ports.
-
-    Args:
-        address: local address; `::` stands for all of them.
-    """
+    """Return a TCP port that is free at a local address, outside the range of ephemeral ports."""
     if address == "::" and not socket.has_dualstack_ipv6():
         address = "0.0.0.0"
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -50,25 +36,22 @@ def listening(ports: Collection[int]) -> set[str]:
     Nothing is connected, so that the listener does not notice.
     """
     wanted = {f"{port:04X}" for port in ports}
-    sockets = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[1].rpartition(":")[2] in wanted:
-                sockets.add(f"socket:[{fields[9]}]")
-    return sockets
+    listeners = [row for row in _rows() if row[3] == "0A"]
+    return {f"socket:[{row[9]}]" for row in listeners if row[1].rpartition(":")[2] in wanted}
 
 
 def probed(port: int) -> list[bool]:
     """Return, for each established end at a port, whether the kernel sends keepalive probes."""
-    ends = []
+    established = [row for row in _rows() if row[3] == "01"]
+    ends = [row for row in established if any(name.endswith(f":{port:04X}") for name in row[1:3])]
+    return [row[5].startswith("02:") for row in ends]
+
+
+def _rows() -> Iterator[list[str]]:
+    """Yield the fields of each TCP socket (proc_pid_net(5))."""
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
-            fields = line.split()
-            ports = [name.rpartition(":")[2] for name in fields[1:3]]
-            if fields[3] == "01" and f"{port:04X}" in ports:
-                ends.append(fields[5].startswith("02:"))
-    return ends
+            yield line.split()
 
 
 class Traffic(NamedTuple):

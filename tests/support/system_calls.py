@@ -17,10 +17,6 @@ def calls_of_restarts(trace: Iterable[str], workers: int) -> list[list[str]]:
 
     Those that read files of processes are left out, and those of the event loop: how many
     processes a scan finds, and how many iterations it takes, depends on the host.
-
-    Args:
-        trace: what strace has written.
-        workers: how many are started.
     """
     restarts: list[list[str]] = []
     calls: list[str] | None = None

@@ -73,11 +73,7 @@ def check_world(workers: Sequence[Note]) -> None:
 
 
 def check_rounds(formed: Mapping[str, Iterable[RoundFormed]]) -> None:
-    """Assert that no group rank was given twice, and that all nodes of a round agree on it.
-
-    Args:
-        formed: the events of each node, by its name.
-    """
+    """Assert that no group rank was given twice, and that all nodes of a round agree on it."""
     places: dict[tuple[int, int], str] = {}
     rounds: dict[int, tuple[object, ...]] = {}
     for name, events in formed.items():
