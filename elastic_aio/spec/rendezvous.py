@@ -72,7 +72,9 @@ ENGINE_ENTRIES: Final = (
         store="elastic_aio.engines.redis:RedisStore",
     ),
 )
-"""All engines.  Nothing else in the core names one, but `EngineSpec` has their settings."""
+"""All engines.  Nothing else in the core names one, but `EngineSpec` and the help of the command
+have their settings.
+"""
 
 ENGINES: Final = {name: entry for entry in ENGINE_ENTRIES for name in entry.names}
 """The engine of each backend whose store is served by an engine and not by a node."""
