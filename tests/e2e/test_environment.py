@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import resource
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -309,30 +309,15 @@ def test_two_jobs_of_one_program_at_a_small_limit() -> None:
     assert sorted(lines) == sorted(f"[default{rank}]:256" for rank in range(100) for _ in range(2))
 
 
-def run_many(commands: list[list[str]], at_once: int) -> list[Ended]:
-    """Run commands, `at_once` at a time; return their results in order."""
-
-    async def run_one(argv: list[str], slots: asyncio.Semaphore) -> Ended:
-        async with slots:
-            return await asyncio.to_thread(run_program, argv)
-
-    async def run_all() -> list[Ended]:
-        slots = asyncio.Semaphore(at_once)
-        return await asyncio.gather(*(run_one(argv, slots) for argv in commands))
-
-    with asyncio.Runner() as runner:
-        return runner.run(run_all())
-
-
 def test_many_jobs_never_collide(tmp_path: Path) -> None:
     """50 jobs with one run id and one log directory, 12 at a time, are independent."""
     jobs = 50
     command = [*CLI, "run", "--standalone", "--nproc-per-node", "2", "--rdzv-id", "same", "-r1",
                "--log-dir", str(tmp_path), *BASH]  # fmt: skip
-    ended = run_many(
-        [[*command, f"echo {job} $MASTER_PORT; exit $(( {job} % 3 ))"] for job in range(jobs)],
-        at_once=12,
-    )
+    script = "echo {0} $MASTER_PORT; exit $(( {0} % 3 ))"
+    with ThreadPoolExecutor(12) as pool:
+        commands = [[*command, script.format(job)] for job in range(jobs)]
+        ended = list(pool.map(run_program, commands))
     assert [one.code for one in ended] == [job % 3 for job in range(jobs)]
     assert not any("Traceback" in one.err for one in ended)
     directories = list(tmp_path.iterdir())
