@@ -21,11 +21,13 @@ from elastic_aio import (
     RoundFormed,
     WorkerStarted,
 )
+from tests.support.children import until
 from tests.support.cli import run_cli
 from tests.support.cluster import AgentProcess, Cluster, within
 from tests.support.etcd import ETCD, WHY_NOT, EtcdProcess, etcd_cluster
 from tests.support.netns import Network
 from tests.support.redis import REDIS, RedisProcess
+from tests.support.sockets import is_connected
 
 pytestmark = [pytest.mark.black_box, pytest.mark.engine]
 needs_etcd = pytest.mark.skipif(ETCD is None, reason=WHY_NOT)
@@ -131,10 +133,12 @@ async def lasting_job(directory: Path, nnodes: object, backend: str) -> AsyncIte
 
 
 async def three(cluster: Cluster) -> tuple[AgentProcess, list[AgentProcess]]:
-    """Start three nodes; return that of the coordinator, and the others."""
+    """Start three nodes; return that of the coordinator, and the others, which are linked to it."""
     nodes = [cluster.start() for _ in range(3)]
     await cluster.workers(*nodes, attempt=0, world_size=3)
-    return cluster.split(nodes)
+    leader, others = cluster.split(nodes)
+    await until(lambda: all(is_connected(node.pid, leader.pid) for node in others), "the links")
+    return leader, others
 
 
 async def test_a_killed_member_is_noticed_at_once(backend: str, tmp_path: Path) -> None:

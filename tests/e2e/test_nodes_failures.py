@@ -8,13 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_aio import (
-    AttemptFailed,
-    DeadlineMissed,
-    JobFinished,
-    Restarting,
-    WorkerExited,
-)
+from elastic_aio import AttemptFailed, DeadlineMissed, JobFinished, Restarting, WorkerExited
 from tests.support.cluster import AT_ONCE_S, WORKER, AgentProcess, Cluster, launcher_with, within
 
 pytestmark = pytest.mark.black_box

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from elastic_aio import JobFinished, JobStarted, Restarting, RoundFormed, WorkerExited
+from elastic_aio import JobStarted, Restarting, RoundFormed
 from tests.support.cluster import Cluster
 from tests.support.leaks import alive
 from tests.support.worker_notes import check_rounds, check_world
@@ -21,33 +21,6 @@ pytestmark = pytest.mark.black_box
 def single_nodes(directory: Path, **options: Any) -> Cluster:
     """Return a cluster whose nodes are jobs of their own, without a rendezvous."""
     return Cluster(directory, 1, rdzv_conf=None, rdzv_endpoint="localhost:0", **options)
-
-
-async def test_workers_write_notes_and_obey_orders(tmp_path: Path) -> None:
-    """A worker notes its environment, its signals and its answers, and ends as it is ordered."""
-    async with single_nodes(tmp_path, max_restarts=1) as cluster:
-        node = cluster.start(nproc=2)
-        first, second = await cluster.workers(node)
-        assert (first.rank, second.rank, first.world_size) == (0, 1, 2)
-        assert await node.ask(first, "connect") == "connected"
-        node.order(second, "exit 3")
-        assert (await node.note("signal", pid=first.pid)).text == "SIGTERM"
-        assert (await node.event(Restarting)).restarts == 1
-        again = await cluster.workers(node, attempt=1)
-        assert {worker.restart_count for worker in again} == {1}
-        node.order(again[0], "raise no data")
-        ended = await node.ended()
-    assert ended.code == 1
-    assert "ValueError: no data" in ended.err
-    assert node.events_of(JobFinished)[-1].exit_code == 1
-
-
-async def test_finish_lets_the_workers_succeed(tmp_path: Path) -> None:
-    async with single_nodes(tmp_path) as cluster:
-        node = cluster.start(nproc=2)
-        (ended,) = await cluster.finish(node)
-    assert ended.code == 0
-    assert len(node.events_of(WorkerExited)) == 2
 
 
 async def test_nothing_outlives_the_block(tmp_path: Path) -> None:
@@ -101,12 +74,3 @@ def test_check_rounds_sees_contradictions() -> None:
         check_rounds({"a": [first], "b": [first]})
     with pytest.raises(AssertionError, match="round 1"):
         check_rounds({"a": [first], "b": [msgspec.structs.replace(second, master_port=2)]})
-
-
-async def test_a_separate_store(tmp_path: Path) -> None:
-    """A store listens when `start_store` returns, and can be replaced at the same port."""
-    async with single_nodes(tmp_path) as cluster:
-        store = await cluster.start_store()
-        await store.kill()
-        again = await cluster.start_store()
-        assert again.is_running

@@ -17,6 +17,7 @@ from elastic_aio import (
     RoundFormed,
     RoundForming,
     RoundWaiting,
+    StopRequested,
     WorkerExited,
 )
 from tests.support.cluster import AT_ONCE_S, Cluster, within
@@ -49,12 +50,10 @@ async def test_one_of_several_that_wait(tmp_path: Path) -> None:
         host = await cluster.start_first("host")
         other = cluster.start("other")
         await host.event(RoundForming, joined=2)
-        other.send(signal.SIGTERM)
-        assert (await other.ended()).code == 143
+        await other.stops()
         second = cluster.start("second")
         await second.event(RoundForming, joined=2)
-        host.send(signal.SIGTERM)
-        assert (await host.ended()).code == 143
+        await host.stops()
         await cluster.workers(second, cluster.start(), cluster.start())
 
 
@@ -128,9 +127,8 @@ async def test_a_second_signal_kills(tmp_path: Path) -> None:
         (worker,) = await other.workers()
         assert await other.ask(worker, "ignore_sigterm") == "ignore_sigterm"
         other.send(signal.SIGTERM)
-        await asyncio.sleep(0.2)  # equal signals that are pending merge (signal(7))
-        other.send(signal.SIGTERM)
-        assert (await other.ended(AT_ONCE_S)).code == 143
+        await other.event(StopRequested)  # equal signals that are pending merge (signal(7))
+        await other.stops(seconds=AT_ONCE_S)
         assert not alive(worker.pid)
         await host.event(RoundForming, joined=1, since=1)
 

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 import msgspec
@@ -27,7 +26,7 @@ from tests.support.leaks import leaked_processes
 from tests.support.line_stream import LineStream
 from tests.support.netns import Host
 from tests.support.programs import Program
-from tests.support.sockets import LOOPBACK, free_port, listening
+from tests.support.sockets import LOOPBACK, free_port, listening, sockets_of
 from tests.support.worker_notes import Note, check_rounds, check_world, read_note
 
 E = TypeVar("E", bound=Event)
@@ -87,14 +86,9 @@ def within(seconds: float = AT_ONCE_S) -> Iterator[None]:
 
 
 class AgentProcess(Program):
-    """An agent, its events, and the notes of its workers.
+    """An agent, its events, and the notes of its workers, which `parse_note` reads.
 
-    Args:
-        name: of the node.
-        argv: command of the agent.
-        directory: for its pipes and its output.
-        env: changes of its environment.
-        parse_note: reads a line that a worker has written into the pipe `notes`.
+    `name` is that of the node, `directory` for its pipes and its output.
     """
 
     def __init__(
@@ -122,13 +116,9 @@ class AgentProcess(Program):
     async def event(
         self, kind: type[E], *, since: int = 0, seconds: float = DEADLINE_S, **fields: object
     ) -> E:
-        """Wait for an event of a kind whose fields have these values.
+        """Wait for an event of a kind, from position `since` of `events` on.
 
-        Args:
-            kind: type of the event.
-            since: position in `events` to search from; 0 includes all past events.
-            seconds: how long to wait.
-            fields: values, or conditions on values.
+        Its fields have these values, or satisfy these conditions.
         """
 
         def is_wanted(event: Event) -> bool:
@@ -157,10 +147,7 @@ class AgentProcess(Program):
     ) -> list[Note]:
         """Wait until all workers of one attempt have started; return them by local rank.
 
-        Args:
-            since: position in `notes` to search from.
-            seconds: how long to wait.
-            fields: required values of their notes, such as `attempt=1`.
+        The first of their notes from position `since` on has these values, such as `attempt=1`.
         """
         first = await self.note("started", since=since, seconds=seconds, **fields)
         started = await self.notes.wait_for_several(
@@ -203,12 +190,23 @@ class AgentProcess(Program):
             await self.events.over()
         return ended
 
+    async def fails(self, *words: str, code: int = 75, seconds: float = DEADLINE_S) -> None:
+        """Wait for the end; check the exit code, and that the last line has these words."""
+        ended = await self.ended(seconds)
+        assert ended.code == code
+        last = [line for line in ended.err.splitlines() if line.strip()][-1]
+        assert [word for word in words if word not in last] == [], last
+
+    async def stops(self, number: int = signal.SIGTERM, seconds: float = DEADLINE_S) -> Ended:
+        """Send a stop signal, and check the exit code; return the output."""
+        self.send(number)
+        ended = await self.ended(seconds)
+        assert ended.code == 128 + number
+        return ended
+
     def holds_any(self, sockets: set[str]) -> bool:
         """Tell whether the agent has one of these sockets open (see `listening`)."""
-        with contextlib.suppress(OSError):
-            directory = f"/proc/{self.pid}/fd"
-            return any(os.readlink(f"{directory}/{fd}") in sockets for fd in os.listdir(directory))
-        return False
+        return not sockets.isdisjoint(sockets_of(self.pid))
 
     def timeline(self) -> Iterable[tuple[float, str]]:
         """Yield the time and a description of each event."""
@@ -243,16 +241,13 @@ class Cluster:
     two nodes, and all nodes of a round have the same description of it.
 
     Args:
-        directory: for all that is written.
-        nnodes: `N` or `MIN:MAX`.
         endpoint: of the rendezvous; None chooses a free port of the loopback address.
         launcher: command of an agent, without its options.
         conf: settings of the rendezvous, over `CONF`; None leaves a setting out.
         can_split: whether nodes may form different rounds of the same number, as they do
             when the network separates them for long.
         parse_note: reads the notes of workers other than `worker.py`.
-        env: changes of the environment of every agent.
-        options: further options of every agent; None leaves an option out.
+        options: of every agent; None leaves an option out.
     """
 
     def __init__(
@@ -286,12 +281,7 @@ class Cluster:
         self.directory.mkdir(parents=True, exist_ok=True)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
             await self._kill_all()
             if error is None:
@@ -315,16 +305,10 @@ class Cluster:
         env: Mapping[str, str | None] | None = None,
         **options: object,
     ) -> AgentProcess:
-        """Start an agent.
+        """Start an agent, in a network namespace or on this host.
 
-        Args:
-            name: of the node, and of its directory.
-            program: what its workers run; by default `worker.py`.
-            nproc: workers on this node.
-            host: network namespace to start it in; None is this host.
-            conf: settings of the rendezvous for this agent.
-            env: changes of its environment.
-            options: further options, such as `node_rank=1`; None leaves an option out.
+        `name` is that of the node and of its directory; `program`, by default `worker.py`, is
+        what `nproc` workers run.  `conf` and `options` go over those of all agents.
         """
         count = len(self.nodes)
         name = f"{name or 'n'}.{count}" if not name or self._is_taken(name) else name

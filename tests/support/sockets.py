@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import shutil
@@ -45,6 +46,25 @@ def probed(port: int) -> list[bool]:
     established = [row for row in _rows() if row[3] == "01"]
     ends = [row for row in established if any(name.endswith(f":{port:04X}") for name in row[1:3])]
     return [row[5].startswith("02:") for row in ends]
+
+
+def sockets_of(pid: int) -> set[str]:
+    """Return the open sockets of a process; none if it has ended."""
+    try:
+        links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+    except OSError:
+        return set()
+    return {link for link in links if link.startswith("socket:")}
+
+
+def is_connected(pid: int, listener: int) -> bool:
+    """Tell whether a process has a connection to a port at which another process listens."""
+    own, theirs = sockets_of(pid), sockets_of(listener)
+    rows = [(f"socket:[{row[9]}]", row) for row in _rows()]
+    ports = {row[1].rpartition(":")[2] for name, row in rows if name in theirs and row[3] == "0A"}
+    return any(
+        name in own and row[3] == "01" and row[2].rpartition(":")[2] in ports for name, row in rows
+    )
 
 
 def _rows() -> Iterator[list[str]]:
