@@ -1,4 +1,4 @@
-"""`aio-elastic help [TOPIC]`: the pages of the documentation, which are installed with the package.
+"""`aio-elastic help [PAGE]`: the pages of the documentation, which are installed with the package.
 
 ::
 
@@ -34,7 +34,7 @@ def main_help(argv: Sequence[str]) -> int:
         " topic: list them.",
         epilog="Exit codes: 0 success, 1 the pages are not installed, 2 no such topic.",
     )
-    parser.add_argument("topic", nargs="?", metavar="TOPIC", help="a page, or else a command")
+    parser.add_argument("topic", nargs="?", metavar="PAGE", help="a page, or else a command")
     topic = parser.parse_args(argv).topic
     pages = find_pages()
     if topic is None:
@@ -50,7 +50,7 @@ def main_help(argv: Sequence[str]) -> int:
     else:
         meant = did_you_mean(topic, (*pages, "run", *COMMANDS))
         problem = f"must be a page or a command: `aio-elastic help` lists them{meant}"
-        raise invalid_value("TOPIC", problem, topic)
+        raise invalid_value("PAGE", problem, topic)
     return 0
 
 

@@ -66,7 +66,7 @@ def main_top(argv: Sequence[str]) -> int:
     parser = job_parser(
         "top",
         "Show jobs and workers, and go on until Ctrl-C or the end of the job.",
-        epilog=f"Colors need the package rich (pip install 'elastic-aio[tui]'). {EXIT_CODES}",
+        epilog=f"Colors need the package rich (pip install 'elastic_aio[tui]'). {EXIT_CODES}",
     )
     parser.add_argument(
         "--interval",

@@ -47,7 +47,7 @@ def test_a_command_has_its_options_as_its_page(capfd: pytest.CaptureFixture[str]
 def test_a_topic_that_is_near(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["help", "failure"]) == 2
     problem = "must be a page or a command: `aio-elastic help` lists them; did you mean failures?"
-    assert capfd.readouterr().err == f"aio-elastic help: TOPIC: {problem} (got 'failure')\n"
+    assert capfd.readouterr().err == f"aio-elastic help: PAGE: {problem} (got 'failure')\n"
 
 
 def test_a_package_without_its_pages(
