@@ -33,13 +33,6 @@ socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(sys.argv[2].encode(), (s
 """
 
 
-def run_on(host: Host, *argv: str) -> str:
-    """Run a program on a host; return its stdout."""
-    return subprocess.run(
-        host.argv(argv), capture_output=True, text=True, check=True, timeout=60
-    ).stdout.strip()
-
-
 @contextmanager
 def listening(host: Host) -> Iterator[subprocess.Popen[str]]:
     """Receive datagrams on a host while the block is open."""
@@ -59,7 +52,7 @@ def read_line(process: subprocess.Popen[str]) -> str:
 
 def send(source: Host, target: Host, text: str) -> None:
     """Send a datagram from a host to another."""
-    run_on(source, sys.executable, "-I", "-S", "-c", _SEND, target.address, text)
+    source.run(sys.executable, "-I", "-S", "-c", _SEND, target.address, text)
 
 
 def test_a_cut_link_loses_one_direction(tmp_path: Path) -> None:
@@ -93,10 +86,10 @@ def test_a_host_is_isolated(tmp_path: Path) -> None:
     name = socket.gethostname()
     with Network(tmp_path, "lonely") as network:
         host = network["lonely"]
-        assert run_on(host, "hostname") == "lonely"
-        assert "nameserver 10.77.0.250" in run_on(host, "cat", "/etc/resolv.conf")
-        assert run_on(host, "cat", "/etc/hosts") == "127.0.0.1 localhost\n::1 localhost"
-        addresses = run_on(host, "ip", "-br", "-4", "address")
+        assert host.run("hostname") == "lonely"
+        assert "nameserver 10.77.0.250" in host.run("cat", "/etc/resolv.conf")
+        assert host.run("cat", "/etc/hosts") == "127.0.0.1 localhost\n::1 localhost"
+        addresses = host.run("ip", "-br", "-4", "address")
         assert [line.split()[2] for line in addresses.splitlines()] == [
             "127.0.0.1/8",
             "10.77.0.1/24",

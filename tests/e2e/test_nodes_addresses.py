@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.support.cli import running
 from tests.support.cluster import AT_ONCE_S, Cluster, within
-from tests.support.programs import Program
 from tests.support.sockets import free_port
 
 pytestmark = pytest.mark.black_box
@@ -88,26 +87,19 @@ async def test_two_nodes_must_serve(tmp_path: Path) -> None:
         await cluster.succeed(host, second)
 
 
-@asynccontextmanager
-async def taken_port(directory: Path, how: str) -> AsyncIterator[tuple[int, Program]]:
-    """Let another program listen at a port."""
+@contextmanager
+def taken_port(how: str) -> Iterator[tuple[int, int]]:
+    """Let another program listen at a port; yield the port and the pid."""
     port = free_port()
-    reading, writing = os.pipe()
-    argv = ["python3", "-I", "-S", "-u", "-c", HOLDER, port, how]
-    program = Program("holder", argv, directory / "holder", stdout=writing)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as stdout:
-        try:
-            assert await asyncio.to_thread(stdout.readline) == b"ready\n"
-            yield port, program
-        finally:
-            await program.kill()
+    with running([sys.executable, "-I", "-S", "-c", HOLDER, port, how]) as program:
+        program.wait_out("ready")
+        yield port, program.pid
 
 
 @pytest.mark.parametrize("how", ["is silent", "closes", "answers"])
 async def test_another_program_has_the_port(how: str, tmp_path: Path) -> None:
     """The job ends, and the error names the endpoint and the pid of the other program."""
-    async with taken_port(tmp_path, how) as (port, program):
+    with taken_port(how) as (port, pid):
         endpoint = f"127.0.0.1:{port}"
         async with Cluster(tmp_path, 2, endpoint=endpoint, conf={"read_timeout": 2}) as cluster:
             node = cluster.start()
@@ -116,7 +108,7 @@ async def test_another_program_has_the_port(how: str, tmp_path: Path) -> None:
             assert ended.code not in (0, 143)
             line = ended.err.splitlines()[-1]
             assert endpoint in line
-            assert f"pid {program.pid}" in line
+            assert f"pid {pid}" in line
 
 
 # TEST-NET-2 (RFC 5737): assigned to no host.

@@ -5,7 +5,6 @@ All hosts have names that cannot be looked up, and a name server that never answ
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -75,9 +74,7 @@ async def test_a_token_guards_every_port_of_the_job(network: Network, tmp_path: 
         assert sums == ["1", "2"]
         ports = [(worker.master_addr, worker.master_port) for worker in workers]
         for name in ("a", "b"):
-            listed = subprocess.run(
-                network[name].argv(["ss", "-ltnH"]), capture_output=True, text=True, check=True
-            ).stdout
+            listed = network[name].run("ss", "-ltnH")
             local = [line.split()[3].rpartition(":") for line in listed.splitlines()]
             ports += [(network[name].address, int(port)) for _, _, port in local]
         assert len(set(ports)) >= 3, "the nodes' store, the round's, and reserved ones"
@@ -95,12 +92,7 @@ for environment in {environments!r}:
     except OSError as error:
         print("closed", error)
 """
-        seen = subprocess.run(
-            network["c"].argv([sys.executable, "-c", stranger]),
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.splitlines()
+        seen = network["c"].run(sys.executable, "-c", stranger).splitlines()
         assert len(seen) == len(environments)
         assert all(line.startswith("closed") for line in seen), seen
         await cluster.succeed(a, b)

@@ -62,6 +62,12 @@ class Host:
         shell = ["sh", "-c", _ENTER, "sh", self.name, str(self.etc)]
         return [*inside, *shell, *map(str, argv)]
 
+    def run(self, *argv: str) -> str:
+        """Run a program on this host; return its stdout."""
+        return subprocess.run(
+            self.argv(argv), capture_output=True, text=True, check=True, timeout=60
+        ).stdout.strip()
+
 
 class Network:
     """Hosts `10.77.0.1`, `10.77.0.2`, ... while the block is open; their files in a directory."""
