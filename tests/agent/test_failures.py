@@ -390,6 +390,21 @@ async def test_a_kill_for_lack_of_memory_is_named(case: Case) -> None:
     assert {one.cause for one in await case.failures(oom_before=before)} == {""}
 
 
+@pytest.mark.parametrize(
+    ("before", "killed"),
+    [
+        (OomCounts(2, 9), "1 process of this control group"),
+        (OomCounts(3, 8), "1 process of this host"),
+        (OomCounts(3, 9), ""),
+        (OomCounts(host=9), ""),
+        (OomCounts(), ""),
+    ],
+)
+def test_where_the_kernel_has_killed(before: OomCounts, killed: str) -> None:
+    text = f"the kernel has killed {killed} during this attempt" if killed else ""
+    assert before.kills_until(OomCounts(group=3, host=9)) == text
+
+
 async def test_a_full_disk_is_named(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """A log on a disk without room explains why lines are missing."""
     case.worker(BAD, stderr=b"x\n")

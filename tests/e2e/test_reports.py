@@ -12,11 +12,7 @@ from typing import Any
 
 import pytest
 
-from elastic_aio import ExitStatus, Failure, JobFailed, LaunchSpec, LogSpec, launch
-from elastic_aio.agent.failures import OomCounts, WorkerRecord, collect_failures
-from elastic_aio.logs.paths import plan_logs
-from elastic_aio.process.children import ChildExit
-from elastic_aio.ranks import NodeSize, assign_node_ranks
+from elastic_aio import JobFailed, LaunchSpec, LogSpec, launch
 from tests.support.children import shell, until_sync
 from tests.support.cli import run_cli, running_cli
 
@@ -362,38 +358,6 @@ async def test_an_error_recorded_because_of_the_stop_is_no_root(tmp_path: Path) 
     assert (root.rank, root.is_victim) == (0, False)
     assert (other.rank, other.is_victim) == (1, True)
     assert end.result.exit_code == 3
-
-
-async def test_an_oom_kill_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the kernel's count of OOM kills rises, that is the cause of a death by SIGKILL."""
-    monkeypatch.setattr(OomCounts, "read", lambda: OomCounts(group=3, host=9))
-
-    def ended(rank: int, status: ExitStatus, *, is_victim: bool = False) -> WorkerRecord:
-        logs = plan_logs(LogSpec(), None, 0, rank)
-        exit_ = ChildExit(status, at=0.0)
-        signals = frozenset({9} if is_victim else ())
-        return WorkerRecord(ranks[rank], 100 + rank, logs, 0.0, exit_, time.time(), rank, signals)
-
-    async def collect(before: OomCounts) -> tuple[Failure, ...]:
-        return await collect_failures(
-            workers, {}, host="h", stopped_at=time.time(), oom_before=before
-        )
-
-    ranks = assign_node_ranks([NodeSize("default", 3)])[0].worker_ranks(3)
-
-    workers = [
-        ended(0, ExitStatus(signal=9)),
-        ended(1, ExitStatus(signal=9), is_victim=True),
-        ended(2, ExitStatus(code=1)),
-    ]
-    for group, host, what in ((2, 9, "this control group"), (3, 8, "this host")):
-        found = await collect(OomCounts(group, host))
-        causes = {failure.rank: failure.cause for failure in found}
-        assert causes[0].startswith("out of memory: the kernel has killed 1 process of " + what)
-        assert causes[1] == causes[2] == ""
-    for counts in (OomCounts(3, 9), OomCounts(), OomCounts(host=9)):
-        found = await collect(counts)
-        assert all(failure.cause == "" for failure in found)
 
 
 def test_failures_before_a_restart() -> None:
