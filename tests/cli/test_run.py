@@ -67,18 +67,18 @@ def run_here(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     return run
 
 
-def test_version() -> None:
-    ended = run_program([*CLI, "--version"])
-    assert (ended.code, ended.out, ended.err) == (0, f"aio-elastic {__version__}\n", "")
-
-
-@pytest.mark.parametrize("words", [["--version"], ["-V"], ["--help"], ["-h"]])
-def test_information_needs_no_job(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("word", "first"),
+    [
+        *((word, f"aio-elastic {__version__}\n") for word in ("--version", "-V")),
+        *((word, "usage: aio-elastic run ") for word in ("--help", "-h")),
+    ],
+)
+def test_information_needs_no_job(word: str, first: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Version and usage go to stdout; the exit code is 0."""
-    assert main(words) == 0
+    assert main([word]) == 0
     out, err = capfd.readouterr()
-    assert err == ""
-    assert "aio-elastic" in out
+    assert (out.startswith(first), err) == (True, "")
 
 
 @pytest.mark.parametrize("word", ["--help", "-h"])
