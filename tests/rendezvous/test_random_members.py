@@ -135,7 +135,7 @@ class Scenario:
                 agent.end_workers()
                 agent.fail()
             case _:
-                self._proxy.cut()
+                self._proxy.reset()
 
     async def _add(self) -> None:
         agent = CheckedAgent(next(self._names), self._spec, self.rounds)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Self, cast
 
+from elastic_aio.sockets import discard_unsent
+
 
 class _Side(asyncio.Protocol):
     """One half of a proxied connection; what it receives goes to `other`."""
@@ -76,10 +78,17 @@ class ChaosProxy:
         return f"127.0.0.1:{self.port}"
 
     def cut(self) -> None:
-        """Abort every connection."""
+        """Abort every connection; an end in order means to a store that a process has ended."""
         for side in list(self.sides):
             if side.transport is not None:
                 side.transport.abort()
+
+    def reset(self) -> None:
+        """Reset every connection, as the network does: the processes at its ends may live."""
+        for side in self.sides:
+            if side.transport is not None:
+                discard_unsent(side.transport)
+        self.cut()
 
     def accept(self, client: _Side) -> None:
         if self.is_refusing:
