@@ -40,7 +40,7 @@ from elastic_aio.store.connection import Connection
 from elastic_aio.store.wire import OPENING, encode
 from tests.support.chaos import ChaosProxy
 from tests.support.children import until
-from tests.support.fake_agent import FakeAgent, free_endpoint, job_spec, present
+from tests.support.fake_agent import FakeAgent, all_formed, free_endpoint, job_spec, present
 
 
 @pytest.mark.parametrize(
@@ -211,8 +211,7 @@ async def test_failures_after_a_lost_node_cost_no_restart() -> None:
         b = FakeAgent("b", job_spec(proxy.endpoint, "1:2", is_host=False, read_timeout=1.0))
         members.append(b)
         await b.rendezvous.open()
-        await a.wait_formed(2)
-        await b.wait_formed(2)
+        await all_formed(a, b)
         proxy.is_refusing = True
         proxy.cut()
         a.fail()
@@ -267,8 +266,7 @@ async def test_the_root_cause_is_that_of_the_earlier_failure() -> None:
         b = FakeAgent("b", job_spec(proxy.endpoint, "2", is_host=False))
         members.append(b)
         await b.rendezvous.open()
-        await a.wait_formed(2)
-        await b.wait_formed(2)
+        await all_formed(a, b)
         proxy.delay = 0.3
         now = time.time()
         b.fail(code=42, time=now)
@@ -341,8 +339,7 @@ async def test_the_delay_is_waited_once_for_all_nodes() -> None:
     policy = RestartPolicy(backoff=Backoff(initial=0.3, jitter=False))
     spec = job_spec(free_endpoint(), "2", max_restarts=1, restart=policy)
     async with present(FakeAgent("a", spec), FakeAgent("b", spec)) as (a, b):
-        await a.wait_formed(2)
-        await b.wait_formed(2)
+        await all_formed(a, b)
         b.fail()
         await a.wait_formed(2, after=0)
         assert a.causes[-1].delay == pytest.approx(0.3)
@@ -356,8 +353,7 @@ async def test_the_callback_is_called_on_the_coordinators_node() -> None:
     policy = RestartPolicy(decide=unused)
     spec = job_spec(free_endpoint(), "2", max_restarts=5, restart=policy)
     async with present(FakeAgent("a", spec), FakeAgent("b", spec)) as (a, b):
-        await a.wait_formed(2)
-        await b.wait_formed(2)
+        await all_formed(a, b)
         a.answer = b.answer = RestartAction.GIVE_UP
         b.fail(code=9)
         assert (await b.wait_ended()).exit_code == 9
@@ -371,8 +367,7 @@ async def test_the_callback_is_called_on_the_coordinators_node() -> None:
 async def test_a_failure_restarts_nodes_that_have_succeeded() -> None:
     spec = job_spec(free_endpoint(), "2", max_restarts=1)
     async with present(FakeAgent("a", spec), FakeAgent("b", spec)) as (a, b):
-        await a.wait_formed(2)
-        await b.wait_formed(2)
+        await all_formed(a, b)
         a.succeed()
         b.fail()
         assert (await a.wait_formed(2, after=0)).restarts == 1
@@ -389,8 +384,7 @@ async def test_a_late_node_is_given_the_recorded_end() -> None:
     async with StoreServer("127.0.0.1", 0) as server, connect(server.endpoint) as store:
         spec = job_spec(server.endpoint, "2", is_host=False)
         async with present(FakeAgent("a", spec), FakeAgent("b", spec)) as (a, b):
-            await a.wait_formed(2)
-            await b.wait_formed(2)
+            await all_formed(a, b)
             a.fail(code=7)
             await b.wait_ended()
             await a.wait_ended()
@@ -435,8 +429,7 @@ async def test_a_run_id_can_be_used_again() -> None:
         spec = job_spec(f"127.0.0.1:{server.port}", "2", reuse=True)
         for _ in range(3):
             async with present(FakeAgent("a", spec), FakeAgent("b", spec)) as (a, b):
-                await a.wait_formed(2)
-                await b.wait_formed(2)
+                await all_formed(a, b)
                 assert (a.place.round, a.place.attempt) == (0, 0)
                 a.succeed()
                 b.succeed()
@@ -478,8 +471,7 @@ async def test_workers_run_on_at_another_store(keeps: bool) -> None:
     await server.start()
     spec = job_spec(endpoint, "2", is_host=False, keep_workers=keeps, store_grace=20.0)
     async with present(FakeAgent("a", spec), FakeAgent("b", spec)) as (a, b):
-        await a.wait_formed(2)
-        await b.wait_formed(2)
+        await all_formed(a, b)
         await server.aclose()
         for one in (a, b):
             assert endpoint in (await one.wait_event(RendezvousStoreLost)).endpoint
@@ -549,8 +541,7 @@ async def test_a_node_joins_with_few_messages(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(Connection, "data_received", count)
         spec = job_spec(server.endpoint, "2", is_host=False, heartbeat_timeout=60)
         async with present(FakeAgent("a", spec), FakeAgent("b", spec)) as (a, b):
-            await a.wait_formed(2)
-            await b.wait_formed(2)
+            await all_formed(a, b)
             # The opening, HELLO, the run, its end, the lease, three watches, two statuses.
             assert min(received.values()) <= 9
 
@@ -571,8 +562,7 @@ async def test_garbage_in_the_store_stops_no_worker() -> None:
             b = FakeAgent("b", spec)
             members.append(b)
             await b.rendezvous.open()
-            await b.wait_formed(2)
-            await a.wait_formed(2)
+            await all_formed(b, a)
 
 
 async def test_an_unreadable_leader_record_is_replaced() -> None:
@@ -582,8 +572,7 @@ async def test_an_unreadable_leader_record_is_replaced() -> None:
             await store.set("elastic_aio/run/0/coordinator", b"\xff garbage")
         spec = job_spec(endpoint, "2")
         async with present(FakeAgent("a", spec), FakeAgent("b", spec)) as (a, b):
-            await a.wait_formed(2)
-            await b.wait_formed(2)
+            await all_formed(a, b)
             a.succeed()
             b.succeed()
             await a.wait_ended()
@@ -732,8 +721,7 @@ async def test_static_nodes_restart_with_a_clean_store() -> None:
         for rank, name in enumerate("ab")
     ]
     async with present(*members) as (a, b), contextlib.AsyncExitStack() as stack:
-        await a.wait_formed(2)
-        await b.wait_formed(2)
+        await all_formed(a, b)
         store = await stack.enter_async_context(connect(endpoint))
         await store.set("of a worker", "x")
         b.fail()

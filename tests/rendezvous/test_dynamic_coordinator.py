@@ -26,7 +26,7 @@ from elastic_aio.spec.stop import StopPlan
 from elastic_aio.store import StoreServer, connect
 from tests.support.chaos import ChaosProxy
 from tests.support.children import until
-from tests.support.fake_agent import FakeAgent, free_endpoint, job_spec, present
+from tests.support.fake_agent import FakeAgent, all_formed, free_endpoint, job_spec, present
 
 
 @pytest.mark.slow
@@ -39,8 +39,7 @@ async def test_a_reconnected_leader_stays_the_leader() -> None:
             await a.wait_event(CoordinatorChanged)
             members.append(b)
             await b.rendezvous.open()
-            await a.wait_formed(2)
-            await b.wait_formed(2)
+            await all_formed(a, b)
             proxy.is_stalled = True
             a.succeed()
             await asyncio.sleep(0)  # its ticket is on its way
@@ -67,8 +66,7 @@ async def test_a_deposed_leader_stops_coordinating() -> None:
         spec = job_spec(f"127.0.0.1:{server.port}", "1:2", is_host=False)
         a, b = FakeAgent("a", spec), FakeAgent("b", spec)
         async with present(a, b), connect(f"127.0.0.1:{server.port}") as store:
-            await a.wait_formed(2)
-            await b.wait_formed(2)
+            await all_formed(a, b)
             for _ in range(5):
                 await store.delete("elastic_aio/run/0/coordinator")
                 await store.get("elastic_aio/run/0/coordinator", timeout=10)
@@ -126,8 +124,7 @@ async def test_a_node_that_never_stops_is_excluded(monkeypatch: pytest.MonkeyPat
     spec = job_spec(free_endpoint(), "1:2", max_restarts=3)
     spec = spec.replace(stop=StopPlan((), reap_timeout=1.0))
     async with present(FakeAgent("a", spec), FakeAgent("b", spec)) as (a, b):
-        await a.wait_formed(2)
-        await b.wait_formed(2)
+        await all_formed(a, b)
         b.stops_on_order = False
         a.fail()
         waiting = await a.wait_event(RoundWaiting)
@@ -153,8 +150,7 @@ async def test_a_failed_write_does_not_end_the_event_stream(
     monkeypatch.setattr(EventStreamWriter, "write", failing_write)
     spec = job_spec(free_endpoint(), "2")
     async with present(FakeAgent("a", spec), FakeAgent("b", spec)) as (a, b):
-        await a.wait_formed(2)
-        await b.wait_formed(2)
+        await all_formed(a, b)
         a.succeed()
         b.succeed()
         await a.wait_ended()

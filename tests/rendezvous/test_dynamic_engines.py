@@ -27,7 +27,7 @@ from elastic_aio.store import Lease
 from tests.rendezvous import test_dynamic
 from tests.support.chaos import ChaosProxy
 from tests.support.etcd import leases_of
-from tests.support.fake_agent import PATIENCE_S, FakeAgent, job_spec, present
+from tests.support.fake_agent import PATIENCE_S, FakeAgent, all_formed, job_spec, present
 from tests.support.redis import RedisProcess, ask
 
 pytestmark = pytest.mark.engine
@@ -104,8 +104,7 @@ async def test_a_node_that_cannot_reach_the_engine_is_replaced_and_comes_back(
         b = FakeAgent("b", spec_of(proxy.endpoint, "1:2", read_timeout=1.0, last_call_timeout=60.0))
         members.append(b)
         await b.rendezvous.open()
-        await a.wait_formed(2)
-        await b.wait_formed(2)
+        await all_formed(a, b)
         proxy.is_refusing = True
         proxy.cut()
         await a.wait_formed(1)
@@ -167,8 +166,7 @@ async def test_a_leader_whose_port_does_not_answer_costs_nothing(
 
         monkeypatch.setattr(CoordinatorLink, "serve", serve)
         async with present(a, b):
-            await a.wait_formed(2)
-            await b.wait_formed(2)
+            await all_formed(a, b)
             await asyncio.sleep(1.0)
             b.fail()
             for agent in (a, b):
@@ -227,8 +225,7 @@ async def test_lost_changes_begin_another_incarnation(tmp_path: Path, spec_of: S
         async with present(a) as members:
             members.append(b)
             await b.rendezvous.open()
-            await a.wait_formed(2)
-            await b.wait_formed(2)
+            await all_formed(a, b)
             server.kill()
             for agent in (a, b):
                 await agent.wait_event(RendezvousStoreLost)

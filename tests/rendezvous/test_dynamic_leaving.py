@@ -12,15 +12,14 @@ from elastic_aio.node_events import NodeLeft
 from elastic_aio.outcome import JobState
 from elastic_aio.store import StoreServer
 from tests.support.chaos import ChaosProxy
-from tests.support.fake_agent import FakeAgent, free_endpoint, job_spec, present
+from tests.support.fake_agent import FakeAgent, all_formed, free_endpoint, job_spec, present
 
 
 async def test_a_success_is_written_before_the_node_leaves() -> None:
     spec = job_spec(free_endpoint(), "1:2")
     a, b = FakeAgent("a", spec), FakeAgent("b", spec)
     async with present(a, b):
-        await a.wait_formed(2)
-        await b.wait_formed(2)
+        await all_formed(a, b)
         b.succeed()
         await b.rendezvous.leave("it has succeeded")
         assert (await a.wait_event(NodeLeft)).why == "its workers have finished"
@@ -33,8 +32,7 @@ async def test_a_second_leave_ends_the_wait_for_other_nodes() -> None:
     spec = job_spec(free_endpoint(), "2", close_timeout=60.0)
     a, b = FakeAgent("a", spec), FakeAgent("b", spec)
     async with present(a, b):
-        await a.wait_formed(2)
-        await b.wait_formed(2)
+        await all_formed(a, b)
         a.succeed()
         b.succeed()
         await a.wait_ended()
@@ -57,8 +55,7 @@ async def test_a_node_leaves_a_store_that_does_not_answer() -> None:
         near = job_spec(f"127.0.0.1:{server.port}", "1:2", is_host=False, heartbeat_timeout=30.0)
         a, b = FakeAgent("a", near), FakeAgent("b", far)
         async with present(a, b) as members:
-            await a.wait_formed(2)
-            await b.wait_formed(2)
+            await all_formed(a, b)
             proxy.is_stalled = True
             members.remove(b)
             began = time.monotonic()

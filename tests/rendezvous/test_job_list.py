@@ -17,7 +17,7 @@ from elastic_aio.rendezvous.job_list import JobList, ListedJob, ListedState
 from elastic_aio.spec.rendezvous import EngineSpec, RendezvousSpec
 from elastic_aio.store import Store, StoreServer, connect
 from elastic_aio.store.engine import EngineStore
-from tests.support.fake_agent import FakeAgent, job_spec, present
+from tests.support.fake_agent import FakeAgent, all_formed, job_spec, present
 
 EVENT = WorkerStarted(rank=1, local_rank=1, pid=7, node="box")
 DONE = JobOutcome(JobState.SUCCEEDED, "done", 0, 0)
@@ -106,8 +106,7 @@ async def test_a_live_job_has_its_nodes(place: dict[str, Any]) -> None:
             pass  # its status is about to be written
         members.append(b)
         await b.rendezvous.open()
-        await a.wait_formed(2)
-        await b.wait_formed(2)
+        await all_formed(a, b)
         while (await states(place)) != {"run": ListedState.RUNNING}:
             pass
         async with listed(place) as jobs:

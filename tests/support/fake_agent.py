@@ -212,3 +212,9 @@ async def present(*members: FakeAgent) -> AsyncIterator[list[FakeAgent]]:
         await asyncio.gather(*(member.rendezvous.leave("the test is over") for member in there))
         for member in there:
             member.close()
+
+
+async def all_formed(*members: FakeAgent) -> None:
+    """Wait until members have places in a round of as many."""
+    for member in members:
+        await member.wait_formed(len(members))
