@@ -41,7 +41,7 @@ Values = Mapping[str, str | None]
 SECONDS_LIMIT: Final = 1e9
 """A number of seconds is below it."""
 
-_NEVER_EMPTY: Final = ("events", "numa_binding")
+_NEVER_EMPTY: Final = ("color", "events", "http", "numa_binding", "on_full")
 """Texts whose empty value is not the default, by the `dest` of their options."""
 
 _OPTION_LIKE: Final = r"-(?!\d+$|\d*\.\d+$)[^ ]+$"

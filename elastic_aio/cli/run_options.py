@@ -432,7 +432,7 @@ def _log_layout(name: str | None) -> Callable[..., LogSpec]:
 
 def _color(values: Values, env: Mapping[str, str]) -> str:
     """Return `--color`; without it, NO_COLOR and a terminal without colors exclude them."""
-    if color := values["color"]:
+    if (color := values["color"]) is not None:
         return color
     return "never" if env.get("NO_COLOR") or env.get("TERM") == "dumb" else "auto"
 
