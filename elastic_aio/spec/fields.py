@@ -169,6 +169,14 @@ class _DataclassFields:
         return dataclass_fields(owner, found)
 
 
+class _DataclassParams:
+    """Says to `dataclass`, which a plug-in may decorate a subclass with, that this is frozen."""
+
+    def __get__(self, value: object, owner: type[SpecValue]) -> object:
+        made: Any = dataclasses.make_dataclass("Frozen", (), frozen=True)
+        return made.__dataclass_params__
+
+
 class _Signature:
     """Makes the signature of the constructor for `inspect` when it is asked for."""
 
@@ -194,6 +202,7 @@ class SpecValue:
     """A frozen value whose fields are checked when it is made; a dataclass, for `dataclasses`."""
 
     __dataclass_fields__: ClassVar[Any] = _DataclassFields()
+    __dataclass_params__: ClassVar[Any] = _DataclassParams()
     __signature__: ClassVar[Any] = _Signature()
     __spec_fields__: ClassVar[Mapping[str, Field]] = {}
     __spec_prefix__: ClassVar[str] = ""

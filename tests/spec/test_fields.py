@@ -23,6 +23,7 @@ from elastic_aio import (
 )
 from elastic_aio.cli.options import fields_from
 from elastic_aio.outcome import Failure
+from elastic_aio.plugins import LogLayout
 from elastic_aio.spec.checks import OneOf, Seconds, UsageError, Whole, checked_items
 from elastic_aio.spec.fields import Converted, Option, SpecValue, all_fields, changed_fields, field
 from elastic_aio.spec.restart import RestartAction
@@ -131,6 +132,20 @@ def test_a_value_is_a_frozen_dataclass() -> None:
     match StopStep(15, 2.0):
         case StopStep(signal, grace):
             assert (signal, grace) == (15, 2.0)
+
+
+@pytest.mark.parametrize("settings", [{}, {"init": False}, {"slots": True}])
+def test_a_plug_in_may_be_a_dataclass(settings: dict[str, bool]) -> None:
+    class Plain(LogLayout):
+        day: str = "mon"
+
+    made: Any = dataclasses.dataclass(frozen=True, **settings)(Plain)
+    assert [each.name for each in dataclasses.fields(made)][-2:] == ["keep_runs", "day"]
+    layout = made(color="always")
+    assert (layout.color, layout.day, layout.capture) == ("always", "mon", True)
+    assert LaunchSpec("train.py", logs=layout).name == "train.py"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        layout.day = "tue"
 
 
 def test_the_signature_is_that_of_the_fields() -> None:
