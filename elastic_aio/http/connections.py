@@ -6,13 +6,16 @@ out one that sends its request at once.  A burst of connections does: of those t
 together, only the last are served.
 
 Hypercorn limits neither the number of connections nor the time that a client takes to read, and
-its `serve` keeps its sockets to itself.  So the connections are accepted here.
+its `serve` keeps its sockets to itself.  So the connections are accepted here.  It would also speak
+HTTP/2, of which a client can send thousands of frames at once, for seconds of the loop: it gets
+nothing but the head of a request of HTTP/1 that asks for no other protocol.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 from collections.abc import Sequence
 from typing import Any, Final
@@ -31,6 +34,9 @@ CONNECTIONS_MAX: Final = 32
 
 HEAD_MAX: Final = 8192
 """Bytes of the head of a request."""
+
+_HTTP_1: Final = re.compile(rb"[^\n]* HTTP/1\.\d\r?\n")
+_UPGRADE: Final = re.compile(rb"^upgrade[^\n]*\n", re.IGNORECASE | re.MULTILINE)
 
 
 class AsgiConnections:
@@ -92,7 +98,7 @@ class AsgiConnections:
     async def _serve(self, connection: socket.socket) -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
-        reader, writer = await asyncio.open_connection(sock=connection)
+        reader, writer = await asyncio.open_connection(sock=connection, limit=HEAD_MAX)
         self._open[task] = writer.transport
         # Without a buffer, `drain` waits until the kernel has all of the answer.
         writer.transport.set_write_buffer_limits(0)
@@ -112,6 +118,50 @@ class AsgiConnections:
             await self._app(scope, receive, send_in_time)
 
         try:
-            await TCPServer(ASGIWrapper(app), loop, self._config, self._context, {}, reader, writer)
+            if isinstance(request := await _read_head(reader), _HeadFirst):
+                served: Any = request
+                app_of = ASGIWrapper(app)
+                await TCPServer(app_of, loop, self._config, self._context, {}, served, writer)
+            else:
+                writer.write(request)
+                await writer.drain()
+                writer.write_eof()
+        except (OSError, EOFError):
+            pass  # the client has broken off
         finally:
             whole.cancel()
+            writer.close()
+
+
+class _HeadFirst:
+    """What Hypercorn reads of a client: the head of a request, and then what follows it."""
+
+    def __init__(self, head: bytes, rest: asyncio.StreamReader) -> None:
+        self._head = head
+        self._rest = rest
+
+    def at_eof(self) -> bool:
+        return not self._head and self._rest.at_eof()
+
+    async def read(self, most: int) -> bytes:
+        head, self._head = self._head, b""
+        return head or await self._rest.read(most)
+
+
+async def _read_head(reader: asyncio.StreamReader) -> _HeadFirst | bytes:
+    """Read the head of a request; return the answer to one that is refused."""
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+    except asyncio.LimitOverrunError:
+        problem = f"the head of a request has at most {HEAD_MAX} bytes"
+        return _refusal("431 Request Header Fields Too Large", problem)
+    if _HTTP_1.match(head) is None:
+        return _refusal("400 Bad Request", "not a request of HTTP/1.1")
+    return _HeadFirst(_UPGRADE.sub(b"", head), reader)
+
+
+def _refusal(status: str, problem: str) -> bytes:
+    return (
+        f"HTTP/1.1 {status}\r\nContent-Type: text/plain; charset=utf-8\r\n"
+        f"Content-Length: {len(problem) + 1}\r\nConnection: close\r\n\r\n{problem}\n"
+    ).encode()
