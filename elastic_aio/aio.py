@@ -75,24 +75,16 @@ os.register_at_fork(after_in_child=_separate_loops)
 class ForkGuard:
     """Says whether this is a copy in a fork of the process in which it was made.
 
-    What it guards is then the parent's: a copy signals, reaps and closes nothing.  `is_copy` is an
-    attribute, so that a look costs no system call.
+    What it guards is then the parent's: a copy signals, reaps and closes nothing.
     """
 
     def __init__(self) -> None:
-        self.is_copy = False
-        _guards.add(self)
+        self._pid = os.getpid()
 
-
-_guards: weakref.WeakSet[ForkGuard] = weakref.WeakSet()
-
-
-def _mark_copies() -> None:
-    for guard in _guards:
-        guard.is_copy = True
-
-
-os.register_at_fork(after_in_child=_mark_copies)
+    @property
+    def is_copy(self) -> bool:
+        """By the pid: a fork by a library calls no hook of Python."""
+        return os.getpid() != self._pid
 
 
 def running_loop() -> asyncio.AbstractEventLoop:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import errno
 import os
 import threading
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from elastic_aio.aio import (
     EventHistory,
     EventReader,
+    ForkGuard,
     Notifier,
     PausableClock,
     cancel_and_wait,
@@ -738,3 +740,13 @@ def test_reads_and_writes_in_any_order(keep: int, moves: list[str]) -> None:
             assert items[-1] == (1, stream.count - 1)
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize("fork", [os.fork, ctypes.PyDLL(None).fork], ids=["os", "libc"])
+def test_a_guard_knows_a_fork(fork: Callable[[], int]) -> None:
+    guard = ForkGuard()
+    pid = fork()
+    if not pid:
+        os._exit(3 if guard.is_copy else 4)
+    assert not guard.is_copy
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3

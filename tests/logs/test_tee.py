@@ -118,7 +118,7 @@ async def test_a_fork_copies_nothing(bench: Bench, monkeypatch: pytest.MonkeyPat
     await bench.console.lines(1)
     (pump,) = bench.tee._pumps.values()
     with monkeypatch.context() as patch:
-        patch.setattr(pump._fork, "is_copy", True)
+        patch.setattr(pump._fork, "_pid", -1)
         os.write(file, b"second\n")
         await asyncio.wait([pump._task], timeout=GUARD)
     assert pump._task.done()
