@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -542,3 +543,37 @@ async def test_many_workers_report_at_once() -> None:
     spec = LaunchSpec([sys.executable, "-S", "-c", script], nproc_per_node=32)
     await launch(spec, listeners=[events.append])
     assert ready_ranks(events) == list(range(32))
+
+
+def test_a_late_report_needs_no_free_descriptor() -> None:
+    """The watchdog is loaded by the first message; the program may have used them up by then."""
+    code = """if True:
+        import asyncio, os, resource
+        from contextlib import suppress
+        from elastic_aio import Agent, LaunchSpec
+
+        async def take_all():
+            while True:
+                with suppress(OSError):
+                    while True:
+                        taken.append(os.open("/dev/null", os.O_RDONLY))
+                await asyncio.sleep(0)
+
+        async def main():
+            script = "sleep 1; for i in 1 2 3; do printf READY=1 >&$ELASTIC_AIO_NOTIFY_FD; done"
+            spec = LaunchSpec(["bash", "-c", script])
+            async with Agent(spec, listeners=[events.append]) as agent:
+                await asyncio.sleep(0.3)
+                taking = asyncio.create_task(take_all())
+                await agent.wait()
+                taking.cancel()
+
+        events, taken = [], []
+        resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+        asyncio.run(main())
+        print(*(type(event).__name__ for event in events))
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    names = "JobStarted WorkerStarted WorkerReady WorkerExited JobFinished"
+    assert done.stdout.split() == names.split()
