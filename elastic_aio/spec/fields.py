@@ -186,6 +186,13 @@ class _Signature:
         return _signature_of(owner)
 
 
+def _refuse(owner: type[SpecValue], args: tuple[Any, ...], given: dict[str, Any]) -> None:
+    try:
+        _signature_of(owner).bind(*args, **given)
+    except TypeError as error:
+        raise TypeError(f"{owner.__name__}() {error}") from None
+
+
 def _signature_of(owner: type[SpecValue]) -> inspect.Signature:
     parameters = []
     for name, hint in typing.get_type_hints(owner).items():
@@ -234,10 +241,10 @@ class SpecValue:
             fields, prefix, content = self.__spec_fields__, self.__spec_prefix__, self.__dict__
             named = {**dict(zip(self.__spec_positional__, args, strict=False)), **given}
             if len(named) < len(args) + len(given) or not named.keys() <= fields.keys():
-                _signature_of(type(self)).bind(*args, **given)  # raises the TypeError
+                _refuse(type(self), args, given)
             for name, each in fields.items():
                 if (value := named.get(name, each.default)) is REQUIRED:
-                    _signature_of(type(self)).bind(*args, **given)
+                    _refuse(type(self), args, given)
                 is_none = value is None and each.default is None
                 if name in named and each.check is not None and not is_none:
                     value = each.check(prefix + name, value)
