@@ -17,8 +17,8 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.types import ASGIApp
 
-from elastic_aio import Agent, LaunchSpec
-from elastic_aio.events import JobStarted, WorkerStarted
+from elastic_aio import Agent, JobState, LaunchSpec
+from elastic_aio.events import JobFinished, JobStarted, WorkerStarted
 from elastic_aio.http import app as app_module
 from elastic_aio.http import status_app
 from elastic_aio.http.app import LOG_MAX, READERS_MAX
@@ -195,3 +195,28 @@ async def test_the_pages_of_an_agent_in_another_app() -> None:
     async with client_of(app) as client:
         last = {"Last-Event-ID": str(agent.status().seq)}
         assert (await client.get("/job/events", headers=last)).status_code == 204
+
+
+async def test_kept_events_leave_the_loop_to_others() -> None:
+    """A new client of a long job is sent a thousand of them."""
+    job = ListenedJob()
+    for seq in range(1000):
+        job.add(WorkerStarted(seq=seq, rank=3, local_rank=0, pid=1))
+    job.add(
+        JobFinished(
+            seq=1000, state=JobState.SUCCEEDED, why="", exit_code=0, duration=1.0, restarts=0
+        )
+    )
+    turns = 0
+    loop = asyncio.get_running_loop()
+
+    def note_turn() -> None:
+        nonlocal turns
+        turns += 1
+        noting[0] = loop.call_soon(note_turn)
+
+    noting = [loop.call_soon(note_turn)]
+    answer = await ask(status_app(job), "/events")
+    noting[0].cancel()
+    assert answer.text.count("data: ") == 1001
+    assert turns > 1000 / 50
