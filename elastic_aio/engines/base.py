@@ -34,7 +34,7 @@ class EngineClient(EngineStore):
     """The part of a client that does not depend on the engine."""
 
     _port: int
-    """That of an endpoint without one."""
+    """The port of an endpoint without one."""
 
     _link: EngineLink[Any]
 
@@ -56,17 +56,17 @@ class EngineClient(EngineStore):
 
         Args:
             endpoints: the servers, `host:port` or `host` (etcd: port 2379, Redis: port 6379),
-                separated by commas.  Those of Redis are tried in their order.
-            key_prefix: precedes every key at the engine; that of Redis is followed by
-                `retained`, and together they are the hash tag of the keys.
+                separated by commas.  Servers of Redis are tried in their order.
+            key_prefix: precedes every key at the engine; at Redis `retained` follows it, and
+                together they are the hash tag of the keys.
             user, password: the user of the engine; None for none.
             tls: connect over TLS; `ca` verifies the servers, `cert` and `key` are this client's.
             timeout: seconds to wait, on entering, for a server that answers.
             wait_timeout: the default `timeout` of `get`, `wait`, `multi_get` and `queue_pop`.
             lost_after: seconds without an answer after which the store is lost for good.
-            retention: seconds after which the engine removes the keys that this client has
-                set, if no client with the same `retained` renews them; None keeps them for ever.
-            retained: names the keys that are kept together, those of a job for example.
+            retention: seconds after which the engine removes the keys that this client has set, if
+                no client with the same `retained` renews them; None keeps them for ever.
+            retained: names the keys that are kept together, of a job for example.
 
         Raises:
             SpecError: an argument is invalid.
@@ -243,11 +243,7 @@ class EngineClient(EngineStore):
 
     @abc.abstractmethod
     async def _follow(self, watch: FedWatch, on_open: Callable[[], None]) -> Never:
-        """Feed a watch with the present values, call `on_open`, and feed it with the changes.
-
-        Raises:
-            StoreError: the store is lost or closed.
-        """
+        """Feed a watch with the present values, call `on_open`, and feed it with the changes."""
 
     def _close_watch(self, watch: FedWatch) -> None:
         following = self._watches.pop(watch, None)
@@ -266,11 +262,9 @@ class EngineClient(EngineStore):
         """Let the watches fail, after the changes that have been received."""
 
     async def aclose(self) -> None:
-        """Close this client; its leases end, pending operations raise StoreClosed.
+        """Close this client; its leases end, pending operations raise StoreClosed.  Idempotent.
 
-        It takes at most a second or two.  Idempotent.
-
-        Cancellation: raised when the connections are closed.
+        Cancellation: raised when the connections are closed, after a second or two at most.
         """
         await run_shielded(self._close)
 

@@ -1,8 +1,8 @@
 """Requests to the servers of an engine: which server, fail-over, delays, and the end.
 
-One server is used until it fails, then the next one.  A request that no server answers is
-sent again with growing, jittered delays, if it may be made twice.  After `lost_after`
-seconds without an answer of any server the link is lost for good.
+One server is used until it fails, then the next one.  A request that no server answers is sent
+again with growing, jittered delays, if it may be made twice.  After `lost_after` seconds without an
+answer of any server the link is lost for good.
 """
 
 from __future__ import annotations
@@ -87,7 +87,6 @@ class EngineLink(abc.ABC, Generic[_C]):
 
     @property
     def endpoint(self) -> str:
-        """The server that is used now."""
         return self._access.endpoints[self._current]
 
     def explain(self) -> str:
@@ -111,7 +110,6 @@ class EngineLink(abc.ABC, Generic[_C]):
             self._on_end(error)
 
     async def aclose(self) -> None:
-        """Close all connections."""
         self.fail(StoreClosed("the store was closed"))
         await asyncio.gather(*(connection.aclose() for connection in self._connections()))
 
@@ -128,8 +126,7 @@ class EngineLink(abc.ABC, Generic[_C]):
     ) -> tuple[Any, bool]:
         """Send a request until it is answered, until `deadline` (of the loop) if given.
 
-        Returns:
-            The result, and whether an earlier attempt may have been carried out too.
+        Return the result, and whether an earlier attempt may have been carried out too.
 
         Raises:
             StoreRefused: the engine refuses it.
@@ -169,9 +166,7 @@ class EngineLink(abc.ABC, Generic[_C]):
     ) -> None:
         """Wait before the next attempt.
 
-        Raises:
-            StoreLost: no server has answered for too long.
-            StoreTimeout: the deadline would pass.
+        StoreLost: no server has answered for too long.  StoreTimeout: the deadline would pass.
         """
         self.check()
         self._fail_over(member, reason)

@@ -1,7 +1,7 @@
 """A client of HTTP/1.1 on asyncio streams: one request at a time on a connection.
 
-Only what a JSON gateway needs: POST, replies with a length or in chunks, and replies that
-are read while the server still sends them.
+Only what a JSON gateway needs: POST, and replies with a length or in chunks, which can be read
+while the server still sends them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class HttpError(OSError):
 
 
 class HttpConnection:
-    """One connection; made by `open`, and closed by its owner.
+    """A connection; made by `open`, closed by its owner.
 
     The methods raise `OSError` when it has ended, or the peer does not speak HTTP.
     """
@@ -57,9 +57,9 @@ class HttpConnection:
         server_name: str | None = None,
         peer_timeout: float,
     ) -> HttpConnection:
-        """Connect; the kernel ends the connection `peer_timeout` seconds after its peer's host.
+        """Connect, in time that the caller bounds.
 
-        The caller bounds it in time.
+        The kernel ends the connection `peer_timeout` seconds after the end of the peer's host.
         """
         name = (server_name or host) if tls else None
         reader, writer = await asyncio.open_connection(
@@ -70,7 +70,6 @@ class HttpConnection:
 
     @property
     def local_address(self) -> str:
-        """The address of this host on the connection."""
         return str(self._writer.get_extra_info("sockname")[0])
 
     @property
@@ -79,7 +78,7 @@ class HttpConnection:
         return self._is_idle and not self._reader.at_eof() and not self._writer.is_closing()
 
     async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
-        """Send a request; return the status and the body of the reply.
+        """Send a request; return the status and body of the reply.
 
         Cancellation: leaves the connection unusable.
         """
@@ -146,7 +145,6 @@ class HttpConnection:
             raise HttpError(_NO_HTTP) from None
 
     def abort(self) -> None:
-        """Close the connection at once."""
         self._is_idle = False
         self._writer.transport.abort()
 

@@ -1,7 +1,7 @@
 """Requests to the members of an etcd cluster: connections, users, batches, and watches.
 
-Which member is used, and what is sent again, is decided by `EngineLink`.  Reads that begin in
-one turn of the event loop are one transaction, and so are writes.  What is written is fenced.
+`EngineLink` decides which member is used, and which requests are sent again.  Reads that begin in
+one turn of the event loop are one transaction, and so are writes.  Writes are fenced.
 """
 
 from __future__ import annotations
@@ -97,7 +97,6 @@ class EtcdLink(EngineLink[HttpConnection]):
     def __init__(
         self, access: EngineAccess, fence: EtcdFence, on_end: Callable[[StoreError], None]
     ) -> None:
-        """Begin without a connection."""
         super().__init__(access, on_end)
         self.fence = fence
         self._raising = asyncio.Lock()
@@ -112,11 +111,7 @@ class EtcdLink(EngineLink[HttpConnection]):
         self._login = asyncio.Lock()
 
     async def request(self, request: Request, deadline: float | None = None) -> Any:
-        """Send a request, with others of this moment; as `repeat`.
-
-        Raises:
-            EtcdError: etcd reports an error that the caller handles.
-        """
+        """Send a request, with others of this moment, as `repeat`; EtcdError: etcd reports it."""
         if request.operation is None or deadline is not None:
             return await self._request(request, deadline)
         batch = self._batches.get(request.path)
@@ -154,7 +149,7 @@ class EtcdLink(EngineLink[HttpConnection]):
         except (NotDone, NotAnswered) as error:
             self._fail_over(member, str(error))
         except (EtcdError, StoreError):
-            pass  # perhaps that of one request only
+            pass  # perhaps the error of one request only
         finally:
             batch.end(reply)
 
@@ -175,9 +170,9 @@ class EtcdLink(EngineLink[HttpConnection]):
         """Yield the changes of the places from `begin` to `end`, from a revision on, in order.
 
         Each range has a connection: the gateway opens the watch of the first message of a body, and
-        drops what it has not read when it begins to reply.  Of further messages it read those that
-        the JSON decoder of Go had buffered, which depends on the release of Go.  Measured with
-        etcd 3.4, a further connection costs a descriptor at each side, 50 KB at etcd, and half a
+        drops what it has not read when it begins to reply.  Of further messages it read as many as
+        the JSON decoder of Go had buffered, which depends on the release of Go.  Measured with etcd
+        3.4, a further connection costs a descriptor at each side, 50 KB at etcd, and half a
         millisecond of CPU once; nothing while it is idle.
 
         Raises:
@@ -242,14 +237,14 @@ class EtcdLink(EngineLink[HttpConnection]):
                 raise
             if not reply.is_fenced(revision):
                 return reply
-            # Not carried out: the fence was raised meanwhile, or its lease has expired.
+            # Not carried out: the fence was raised since then, or its lease has expired.
             self.fence.lower(revision)
 
     async def _raise_fence(self, member: int) -> None:
         """Let no change take effect any more that was sent before and has no reply."""
         async with self._raising:
             while not self.fence.is_up:
-                if member != self._current:  # it has failed meanwhile
+                if member != self._current:  # it has failed since then
                     raise NotDone(self._reasons.get(member, ""))
                 try:
                     self.fence.on_reply(await self._send(member, self.fence.next_request()))
@@ -378,9 +373,9 @@ class EtcdLink(EngineLink[HttpConnection]):
             self._refused_tokens += 1
 
     def _judge(self, error: OSError | EtcdError) -> NotDone | NotAnswered:
-        """Return what an error means if another attempt may help.
+        """Return the meaning of an error that another attempt may help against.
 
-        Raises StoreRefused if that cannot help, and EtcdError for what the caller handles.
+        Otherwise raise StoreRefused, or EtcdError for the caller to handle.
         """
         if isinstance(error, OSError):
             return NotAnswered(no_reply_reason(error))

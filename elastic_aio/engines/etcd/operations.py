@@ -1,9 +1,8 @@
 """The operations of a store as requests to etcd.
 
-Each operation is a generator: it yields requests, is sent their replies, and returns the
-result.  A change is one transaction, so it is made whole or not at all.
-
-Keys, under the key prefix of the store::
+Each operation is a generator: it yields requests, is sent their replies, and returns the result.  A
+change is one transaction, so it is made whole or not at all.  Keys, under the key prefix of the
+store::
 
     /<key>                  a value: the key is that of the wire protocol, with its slash
     \\0queue/<key>\\0f<id>    an item of a queue that was returned to its front
@@ -11,9 +10,8 @@ Keys, under the key prefix of the store::
     \\0deleted               written by every transaction that deletes values
     \\0fence/<id>            the fence of a client: see `EtcdFence`
 
-etcd does not say why a key was deleted.  A key whose lease expired is deleted at a revision
-at which `deleted` was not written: that is how a watch tells a lost holder from one that has
-deleted the key.
+etcd does not say why a key was deleted.  A key whose lease expires is deleted at a revision at
+which `deleted` was not written: so a watch tells a lost holder from a holder that deletes its key.
 """
 
 from __future__ import annotations
@@ -54,7 +52,6 @@ class EtcdKeys(Struct, frozen=True):
     prefix: bytes
 
     def value(self, key: bytes) -> bytes:
-        """Return the place of a value."""
         return self.prefix + key
 
     def values(self, begin: bytes = b"/") -> tuple[bytes, bytes]:
@@ -71,7 +68,6 @@ class EtcdKeys(Struct, frozen=True):
         return begin, prefix_end(begin)
 
     def fence(self, client: bytes) -> bytes:
-        """Return the place of the fence of a client."""
         return self.prefix + b"\0fence/" + client
 
     @property
@@ -81,10 +77,9 @@ class EtcdKeys(Struct, frozen=True):
 
 
 class Operations:
-    """The operations of one store; `lease` is that of its ordinary keys, or 0."""
+    """The operations of one store; `lease` is the lease of its ordinary keys, or 0."""
 
     def __init__(self, keys: EtcdKeys) -> None:
-        """Begin without a lease."""
         self.keys = keys
         self.lease = 0
         self._functions: dict[int, Callable[..., Operation]] = {
@@ -238,10 +233,7 @@ class Operations:
         return reply.header.revision, pairs
 
     def read_each(self, keys: Sequence[bytes], *, with_queues: bool) -> Operation:
-        """Return a revision and the values of those `keys` that have one.
-
-        With `with_queues`, a non-empty queue counts as a value.
-        """
+        """Return a revision and the values of `keys`; `with_queues`: also of non-empty queues."""
         values: dict[bytes, bytes] = {}
         revision = 0
         for part in _parts(keys, MAX_OPS // 2):

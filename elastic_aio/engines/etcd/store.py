@@ -1,7 +1,7 @@
 """A store on etcd v3, through its JSON gateway (HTTP/1.1): no other package is needed.
 
-Requests are those of `operations`, and `link` sends them.  Watches are continued by etcd's
-revisions: no change is lost while a connection or a member of etcd fails.
+Watches are continued by etcd's revisions: no change is lost while a connection or a member of etcd
+fails.
 """
 
 from __future__ import annotations
@@ -104,7 +104,6 @@ class EtcdStore(EngineClient):
         return await self._run(lambda: self._operations.of(op, key, argument))
 
     async def _run(self, begin: Callable[[], Operation]) -> Any:
-        """Carry out an operation."""
         home = self._operations.lease
         while True:
             try:
@@ -131,7 +130,6 @@ class EtcdStore(EngineClient):
     # ------------------------------------------------------------------------ waits
 
     async def _wait(self, keys: Sequence[bytes], *, with_queues: bool) -> dict[bytes, bytes]:
-        """Wait until each key has been set once; return the values."""
         values: dict[bytes, bytes] = {}
         keys = list(dict.fromkeys(keys))
         while True:
@@ -312,7 +310,7 @@ class EtcdStore(EngineClient):
 
     def _last_requests(self) -> list[Coroutine[Any, Any, Any]]:
         leases = [lease.lease_id.decode() for lease in self._leases]
-        if self._link.fence.lease:  # what is still on its way has no effect any more
+        if self._link.fence.lease:  # requests on their way have no effect any more
             leases.append(str(self._link.fence.lease))
         requests = [self._ask(REVOKE, {"ID": lease_id}) for lease_id in leases]
         if self._operations.lease:

@@ -36,7 +36,7 @@ _T = TypeVar("_T", bound="Reply")
 
 
 class Request(Struct, frozen=True):
-    """One request, and the type of its reply.
+    """A request, and the type of its reply.
 
     `is_repeatable`: it may be sent again when it is unknown whether etcd has carried it out.
     """
@@ -76,12 +76,11 @@ class Request(Struct, frozen=True):
         return Request(TXN, body, TxnReply)
 
     def encode(self) -> bytes:
-        """Return the body of the HTTP request."""
         return _encoder.encode(self.body)
 
 
 class Header(Struct, frozen=True):
-    """The header of a reply; `revision` is that of the whole etcd."""
+    """The header of a reply; `revision` is the revision of the whole etcd."""
 
     revision: int = 0
 
@@ -206,7 +205,6 @@ class EtcdError(Exception):
     """An error that etcd has reported, in one line."""
 
     def __init__(self, fault: Fault, why: str) -> None:
-        """Keep what it means, and `why`."""
         super().__init__(one_line(why, _REASON_MAX))
         self.fault = fault
 
@@ -330,7 +328,6 @@ def put_op(key: bytes, value: bytes, lease: int = 0) -> Part:
 
 
 def put(key: bytes, value: bytes, lease: int = 0) -> Request:
-    """Return the request to put a key."""
     operation = put_op(key, value, lease)
     return Request(TXN, txn_body([], [operation]), TxnReply, operation=operation)
 
@@ -358,7 +355,6 @@ def compare(key: bytes, target: str, value: Any, **options: Any) -> Part:
 
 
 def txn_body(conditions: list[Part], then: list[Part], otherwise: Sequence[Part] = ()) -> Part:
-    """Return the body of a transaction."""
     return {"compare": conditions, "success": then, "failure": [*otherwise]}
 
 
@@ -369,7 +365,6 @@ def txn(
     *,
     is_repeatable: bool = True,
 ) -> Request:
-    """Return a transaction as a request."""
     return Request(TXN, txn_body(conditions, then, otherwise), TxnReply, is_repeatable)
 
 
@@ -386,20 +381,19 @@ _FENCE_TTL: Final = 3600
 class EtcdFence:
     """The fence of a client: a change that etcd holds back never replaces a later one.
 
-    A member of etcd that is suspended keeps the requests that it was sent, and carries them out
-    when it goes on.  By then the client has repeated them at another member, and has made later
-    changes.  So each change compares the revision of a key of the client's own.  A change that
-    got no reply lowers the fence: before its next request the client writes the key, at any member,
-    and then no request that was sent before has an effect any more.
+    A suspended member of etcd keeps the requests that it was sent, and carries them out when it
+    goes on.  By then the client has repeated them at another member, and has made later changes.
+    So each change compares the revision of a key of the client's own.  A change that got no reply
+    lowers the fence: before its next request the client writes the key, at any member, and then no
+    request that was sent before has an effect any more.
 
     The key is under a lease, which no client renews.  When it has gone, changes are not made until
-    it is written anew, and it has another revision then: no revision is used twice.
+    it is written anew, with another revision: no revision is used twice.
 
     It is up while each change that compares `revision` has a reply or waits for it.
     """
 
     def __init__(self, key: bytes) -> None:
-        """Begin without the key."""
         self.key = key
         self.lease = self.revision = 0
         self.is_up = False
@@ -413,7 +407,7 @@ class EtcdFence:
         """Return the next request that raises the fence; it may be sent again."""
         if not self.lease:
             return Request(GRANT, {"TTL": str(_FENCE_TTL)}, LeaseReply)
-        # Compared too: held back, it must not lower what has been raised since.
+        # Compared too: held back, it must not lower a fence raised since.
         same = [compare(self.key, "mod_revision", self.revision)]
         return txn(same, [put_op(self.key, b"", self.lease)], [read_op(self.key)])
 

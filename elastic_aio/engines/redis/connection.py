@@ -1,4 +1,4 @@
-"""A connection to one server of Redis, and what its errors mean.
+"""A connection to one server of Redis, and the meaning of its errors.
 
 This is the only module that imports the package redis, and only its public names.
 """
@@ -84,8 +84,8 @@ _CODES: Final = (
 class RedisConnection:
     """A connection, which any number of tasks use at once.
 
-    `number` is that of the connection among those of a client, 0 if it has none.  `run_id` and
-    `eviction`, a `maxmemory-policy`, are empty if not known.  `local_address` is that of this host.
+    `number` counts the connections of a client, 0 if it has none.  `run_id` and `eviction`, a
+    `maxmemory-policy`, are empty if not known.  `local_address` is this host's.
     """
 
     def __init__(
@@ -129,10 +129,7 @@ class RedisConnection:
             self._redis.ssl_context.context = _named(tls, server_name)
 
     async def open(self) -> None:
-        """Connect, or raise OSError or RedisError.
-
-        Cancellation: leaves nothing open.
-        """
+        """Connect, or raise OSError or RedisError.  Cancellation: leaves nothing open."""
         try:
             await self._redis.connect()  # type: ignore[no-untyped-call]
             self.local_address = await self._find_local_address()
@@ -242,8 +239,7 @@ class RedisConnection:
     async def _find_local_address(self) -> str:
         """Return the address of this host on the way to the server, or raise OSError.
 
-        The package does not show its sockets.  No packet is sent: connecting a datagram socket
-        only looks up the route.
+        The package does not show its sockets.  Connecting a datagram socket sends no packet.
         """
         host, port = self._address
         try:
@@ -262,7 +258,6 @@ class RedisConnection:
         raise failure or OSError(f"no address for host {host!r}")
 
     def abort(self) -> None:
-        """Close it soon; pending requests fail."""
         self._end(ConnectionResetError())
         if self._reading is not None:
             self._reading.cancel()
@@ -298,11 +293,10 @@ def pack_words(words: Iterable[bytes]) -> bytes:
 
 
 def check_server(fields: dict[bytes, bytes]) -> str:
-    """Check a server by the fields of INFO; return what it does when its memory is full.
+    """Check a server by the fields of INFO; return its eviction policy.
 
-    Raises:
-        NotDone: it is a replica, or has not loaded its data yet.
-        StoreRefused: it cannot be used: its version is too old, or it evicts keys.
+    NotDone: it is a replica, or has not loaded its data yet.  StoreRefused: its version is too old,
+    or it evicts keys.
     """
     if fields.get(b"loading") == b"1":
         raise NotDone("Redis is loading its data")
@@ -321,9 +315,7 @@ def check_server(fields: dict[bytes, bytes]) -> str:
 def judge(error: Exception) -> Exception:
     """Return the error if it says nothing about the request.
 
-    Raises:
-        NotDone: Redis has not carried it out, and may do so later.
-        StoreRefused: another attempt cannot help.
+    NotDone: Redis has not carried it out, and may do so later.  StoreRefused: it never will.
     """
     text = str(error)
     if isinstance(error, exceptions.AuthenticationError):

@@ -1,8 +1,8 @@
 """The messages that Redis publishes, on one connection for all watches and waits of a store.
 
-Redis does not keep messages.  So each listener is notified whenever its channels are
-subscribed, at the beginning and after every broken connection: it then reads the keys anew.
-A message that comes after that is a change after the subscription, so no change is lost.
+Redis does not keep messages.  So each listener is notified when its channels are subscribed, at the
+beginning and after every broken connection; it then reads the keys anew.  A message after that is a
+change after the subscription, so no change is lost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Channel = tuple[bool, bytes]
 
 
 class Message(NamedTuple):
-    """One published change; `ttl` is that of the key's lease in milliseconds, 0 for none."""
+    """A published change; `ttl` is the time to live of the key's lease in ms, 0 for none."""
 
     channel: bytes
     kind: int
@@ -58,18 +58,16 @@ class WatchPages:
     """The present pairs of a watch, read in pages, each at a revision of its own."""
 
     def __init__(self) -> None:
-        """Begin without a page."""
         self.pairs: list[tuple[bytes, bytes]] = []
         self._last_keys: list[bytes] = []
         self._revisions: list[int] = []
 
     @property
     def revision(self) -> int:
-        """That of the last page."""
+        """The revision of the last page."""
         return self._revisions[-1] if self._revisions else -1
 
     def add(self, found: Sequence[bytes], revision: int) -> None:
-        """Add the keys and values of the next page."""
         self.pairs += zip(found[::2], found[1::2], strict=True)
         self._last_keys.append(self.pairs[-1][0] if self.pairs else b"")
         self._revisions.append(revision)
@@ -86,8 +84,7 @@ class RedisFeed:
     def __init__(self, link: RedisLink, silence: float) -> None:
         """Begin without a listener.
 
-        A connection on which nothing arrives for `silence` seconds is replaced.  The caller
-        calls `ping` more often.
+        A connection without a message for `silence` seconds is replaced; call `ping` more often.
         """
         self._link = link
         self._silence = silence
@@ -126,12 +123,10 @@ class RedisFeed:
             self._send([(b"PING",)])
 
     def fail(self, error: StoreError) -> None:
-        """End all listeners."""
         for listener in {one for others in self._listeners.values() for one in others}:
             listener.queue.put_nowait(error)
 
     async def aclose(self) -> None:
-        """Close the connection."""
         if self._running is not None:
             await cancel_and_wait([self._running])
 

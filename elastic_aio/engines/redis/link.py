@@ -1,7 +1,7 @@
 """Requests to a store on Redis: connections, runs of the script, and the store's history.
 
-The first server that is no replica is used until it fails: see `EngineLink`.  All requests
-share one connection, and each feed has its own.
+The first server that is no replica is used until it fails: see `EngineLink`.  All requests share
+one connection, and each feed has its own.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class RedisLink(EngineLink[RedisConnection]):
     async def _connection(self, member: int) -> RedisConnection:
         async with self._sharing:
             self.check()
-            if member != self._current:  # it has failed meanwhile
+            if member != self._current:  # it has failed since then
                 raise NotDone(self._reasons.get(member, ""))
             if self._shared is not None:
                 owner, connection = self._shared
@@ -196,9 +196,9 @@ class KnownHistory(Struct):
 class RedisRequests:
     """Runs the script for one store.
 
-    `client` names this client, and those that continue from it.  `shortest` is the shortest time
-    to live of the leases, and `due` the time until the next of them expires, in seconds as of the
-    last reply; 0 for none.
+    `client` names this client, and its successors.  `shortest` is the shortest time to live of the
+    leases, and `due` the time until the next of them expires, in seconds as of the last reply; 0
+    for none.
     """
 
     def __init__(self, link: RedisLink, tag: bytes, retention: int) -> None:
@@ -216,9 +216,8 @@ class RedisRequests:
     async def run(self, op: str, *arguments: bytes, deadline: float | None = None) -> Any:
         """Run an operation of the script, until `deadline` (of the loop) if given.
 
-        Raises:
-            StoreRefused: Redis refuses it, or the lease has ended.
-            StoreLost: the store has lost changes; and all as for `RedisLink.repeat`.
+        StoreRefused: Redis refuses it, or the lease has ended.  StoreLost: the store has lost
+        changes.  And all as for `RedisLink.repeat`.
         """
 
         async def use(connection: RedisConnection) -> Any:
@@ -242,7 +241,7 @@ class RedisRequests:
         )
         status, *state = answer[0].split(b" ")
         if status == LOST:
-            self.known = KnownHistory()  # another store enters what is there now
+            self.known = KnownHistory()  # another store enters the present state
             self._link.fail(StoreLost(_LOST))
             self._link.check()
         identity, epoch, revision, ttl, due = state

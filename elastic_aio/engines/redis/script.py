@@ -12,22 +12,22 @@ All keys of a store are in one slot of a Redis Cluster, by their hash tag::
     {TAG}q   hash: the items of all queues, with the bounds of each
 
 A change is published on the channel `{TAG}c` and its key, an item on `{TAG}q` and the key of its
-queue.  Every run of the script first ends the leases whose deadline has passed, so no client
-sees a key of an expired lease.
+queue.  Every run of the script first ends the leases whose deadline has passed, so no client sees a
+key of an expired lease.
 
-A client numbers its connections, and the script carries out nothing of one that the client has
-given up, on which no reply is read: what the network or a proxy has held back never replaces a
+A client numbers its connections, and the script carries out nothing of a connection that the client
+has given up and reads no reply from: what the network or a proxy has held back never replaces a
 later change.
 
-The time of leases stands still while the server serves no client: after a pause of more than
-half its time to live a lease is prolonged, since its holder could not renew it.
+The time of leases stands still while the server serves no client: after a pause of more than half
+its time to live a lease is prolonged, since its holder could not renew it.
 
-An epoch is the time for which one server process has the keys, with one history: an id that
-INFO shows, and that each promotion replaces.  So a master that has followed another one meanwhile
+An epoch is the time for which one server process has the keys, with one history: an id that INFO
+shows, and that each promotion replaces.  So a master that has followed another master in between
 begins an epoch too, although its process and its connections are the same.  A client sends the
 epoch and the revision that it knows.  If the epoch ended before that revision, a fail-over or a
 restart has lost changes that had been acknowledged.  Then all leases end, and the store begins
-another incarnation, which every client of the former one is refused by.
+another incarnation, which refuses every client of the former incarnation.
 """
 
 from __future__ import annotations

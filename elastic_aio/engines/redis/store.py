@@ -1,8 +1,7 @@
 """A store on Redis or Valkey, through the package redis.
 
-Each operation is one run of the script in `script`, which `link` sends.  Watches
-and waits read their keys whenever `feed` has subscribed to them, and then follow the
-messages.
+Each operation is one run of `script`.  Watches and waits read their keys when `feed` has subscribed
+to them, and then follow the messages.
 """
 
 from __future__ import annotations
@@ -150,7 +149,6 @@ class RedisStore(EngineClient):
         return False, self._tag + b"q" + key
 
     async def _wait(self, keys: Sequence[bytes], *, with_queues: bool) -> dict[bytes, bytes]:
-        """Wait until each key has been set once; return the values."""
         values: dict[bytes, bytes] = {}
         keys = list(dict.fromkeys(keys))
         await self._read_missing(keys, values, with_queues=with_queues)
