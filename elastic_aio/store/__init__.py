@@ -1,12 +1,8 @@
 """A key-value store over TCP: server and client of torch's TCPStore protocol, on asyncio.
 
-* `StoreServer` serves a store to torch's clients and to `connect`.  `ServerLimits` (with
-  `WireLimits` and `KeyspaceLimits`) limits clients, `Dropped` reports a faulty one.
-* `connect` returns a `RemoteStore`, the client of such a server or of torch's.
-* `MemoryStore` is the same store without a network.
-* `Store` is the interface of both.  Between processes of this package it also has
-  leases (`Lease`: keys that are deleted when their holder fails) and watches (`Watch`:
-  the changes of keys, each a `Change` of some `ChangeKind`).
+`StoreServer` serves torch's clients and those of `connect`; `MemoryStore` is the same store without
+a network.  Between processes of this package a `Store` also has leases (keys that are deleted when
+their holder fails) and watches (the changes of keys).
 
 Example::
 
@@ -19,8 +15,8 @@ Example::
             async for change in watch:
                 print(change.kind, change.key, change.value)
 
-The names load on first use: a launcher binds the port of a store for every job, but
-needs the rest only when a client connects.
+The names load on first use: a launcher binds the port of a store for every job, but needs the rest
+only when a client connects.
 """
 
 from __future__ import annotations

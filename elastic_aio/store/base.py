@@ -1,8 +1,7 @@
-"""The interface of all stores, `Store`, with its keys, leases and watches, and a view of one.
+"""The interface of all stores, `Store`, with its keys, leases, watches and prefixes.
 
-The operations have torch's names, as in torch's `Store`.  They are requests of the wire
-protocol; subclasses carry these out: over TCP, or on a keyspace in memory.  Keys are text
-and values are bytes; a text value is stored as UTF-8.
+The operations have the names of torch's `Store`, and are requests of the wire protocol, which
+subclasses carry out.  Keys are text and values are bytes; a text value is stored as UTF-8.
 """
 
 from __future__ import annotations
@@ -78,13 +77,12 @@ class ChangeKind(StrEnum):
 
 
 class Change(Struct, frozen=True, gc=False):
-    """One change, of some `kind`, of the watched key `key`.
+    """A change, of some `kind`, of the watched key `key`.
 
-    `value` is None unless `kind` is SET.  `is_resync` is true if changes before this one
-    may be missing: the store was restarted, or its history did not reach back to the
-    moment when the connection broke.  The value is the present one in any case.
-    `has_closed` is true if the key has expired because the process of its holder has ended:
-    its kernel has closed the connection.
+    `value` is None unless `kind` is SET.  `is_resync`: changes before this one may be missing,
+    since the store was restarted, or its history did not reach back to the moment when the
+    connection broke; the value is the present one.  `has_closed`: the key has expired because the
+    process of its holder has ended, and its kernel has closed the connection.
     """
 
     kind: ChangeKind
@@ -139,9 +137,9 @@ class Lease:
         await self._call(wire.LEASED_SET, wire_key(key, self._prefix), argument)
 
     async def set_all(self, items: Mapping[str, Value]) -> None:
-        """Set all `items`, one after another; the requests are sent together.
+        """Set all `items`, one after another, by requests that are sent together.
 
-        After an error, as of `set`, some of them may have been set.
+        An error, as of `set`, may leave some of them set.
         """
         prefix, lease_id = self._prefix, self.lease_id
         requests = [
@@ -171,16 +169,14 @@ class HeldLease(Lease):
     """A lease as its store has it."""
 
     def end(self) -> None:
-        """Mark the lease as ended."""
         self._ended.set()
 
 
 class Watch:
     """The changes of a key or a prefix, in order; made by `Store.watch`.
 
-    An async iterator.  Cancellation of a wait for the next change loses no change.
-    It keeps the present value of each watched key, from which it derives the changes
-    when the store sends a whole snapshot again.
+    An async iterator.  Cancellation of a wait for the next change loses no change.  It
+    keeps the present values, to derive the changes when the store sends a whole snapshot again.
     """
 
     def __init__(self, op: int, key: bytes, prefix: str) -> None:
@@ -283,7 +279,7 @@ class Store(abc.ABC):
     """
 
     _prefix = ""
-    """Precedes every key; that of `prefixed`."""
+    """Precedes every key; empty but for `prefixed`."""
 
     def __init__(self, timeout: float, min_ttl: float = MIN_TTL) -> None:
         """Set the default timeout of waiting operations and the shortest lease, in seconds."""
@@ -363,10 +359,10 @@ class Store(abc.ABC):
         await self.call(wire.QUEUE_PUSH, self._key(key), wire_value(item))
 
     async def queue_pop(self, key: str, *, timeout: float | None = None) -> bytes:
-        """Take the oldest item of the queue `key`; wait until there is one.
+        """Take the oldest item of the queue `key`; wait until the queue has an item.
 
-        Cancellation: returns an item taken meanwhile to the front of the queue (on a
-        torch server: to the end).  If the client is killed instead, the item is lost.
+        Cancellation: returns an item that was just taken to the front of the queue (on a torch
+        server: to the end).  If the client is killed instead, the item is lost.
         """
         return bytes(await self._within(timeout, wire.POP_WHEN_PUSHED, self._key(key), None))
 
@@ -395,11 +391,11 @@ class Store(abc.ABC):
         Leaving the block deletes them.
 
         Args:
-            ttl: seconds, at least the store's `min_ttl` (2); the keys expire when the
-                server receives nothing from this client for so long.  A client with a
-                lease sends a small heartbeat about twice in that time.
-            linger: seconds for which the keys outlive the connection, so that a client
-                that reconnects in time keeps them.
+            ttl: seconds, at least the store's `min_ttl` (2); the keys expire when the server
+                receives nothing from this client for so long.  The client sends a small heartbeat
+                about twice in that time.
+            linger: seconds for which the keys outlive the connection, so that a client that
+                reconnects in time keeps them.
 
         Raises:
             StoreRefused: on entering; the peer is a plain torch server.
@@ -421,8 +417,8 @@ class Store(abc.ABC):
     def prefixed(self, name: str) -> Store:
         """Return a view of this store in which the key `k` is this store's `name/k`.
 
-        The keys are those of torch's `PrefixStore`.  The view's `num_keys` counts all
-        keys of this store.  Closing it does nothing.
+        The keys are the keys of torch's `PrefixStore`.  The view's `num_keys` counts all keys of
+        this store.  Closing it does nothing.
         """
         return PrefixedStore(self, name)
 
@@ -446,10 +442,7 @@ class Store(abc.ABC):
         """
 
     async def change_all(self, op: int, requests: Sequence[tuple[bytes, Any]]) -> None:
-        """Carry out the requests `op` with these keys and arguments, in their order.
-
-        Cancellation: as of `call`.
-        """
+        """Carry out the requests `op` with these keys and arguments, in their order; as `call`."""
         await asyncio.gather(*(self.call(op, key, argument) for key, argument in requests))
 
     @abc.abstractmethod

@@ -1,8 +1,8 @@
 """The store's client: any number of tasks share one connection, which is reopened.
 
-A broken connection is opened again with growing, jittered delays.  Pending reads and
-waits are sent again.  Pending changes raise `StoreLost`, since it is unknown whether
-the server has made them.  Watches continue after the last change received.
+A broken connection is opened again with growing, jittered delays.  Pending reads and waits are sent
+again.  Pending changes raise `StoreLost`, since it is unknown whether the server has made them.
+Watches continue after the last change received.
 """
 
 from __future__ import annotations
@@ -78,25 +78,25 @@ class RemoteStore(Store):
             timeout: seconds to wait, on entering, for a server that does not listen yet.
             wait_timeout: the default `timeout` of `get`, `wait`, `multi_get` and `queue_pop`.
             reply_timeout: seconds to wait for a reply before the connection is broken off.
-            reconnect_for: seconds to try to reconnect after the connection broke; then the
-                store is lost for good.  0: do not try; `math.inf`: without limit.
+            reconnect_for: seconds to try to reconnect after the connection broke; then the store is
+                lost for good.  0: do not try; `math.inf`: without limit.
             peer_timeout: seconds without a packet from the server's host before the same.
-            min_ttl: seconds; the shortest `ttl` that `lease` accepts (2).  The interval
-                of heartbeats is at least half of it.
+            min_ttl: seconds; the shortest `ttl` that `lease` accepts.  Heartbeats are at least half
+                of it apart.
             token: the server's token, if it has one.
-            tls: connect over TLS; `ca` verifies the server, `cert` and `key` are this
-                client's, if the server requires a certificate.
-            ping_interval: seconds between two pings of an idle server of this package, whose
-                suspension is then detected within `reply_timeout`: its kernel keeps the
-                connection.  0: it is not pinged.
-            survive_server_restart: reconnect to a new server at the endpoint, which has none
-                of the keys; False: the store is then lost for good.
+            tls: connect over TLS; `ca` verifies the server, `cert` and `key` are this client's, if
+                the server requires a certificate.
+            ping_interval: seconds between two pings of an idle server of this package, so that its
+                suspension, in which its kernel keeps the connection, is detected within
+                `reply_timeout`.  0: no pings.
+            survive_server_restart: reconnect to a new server at the endpoint, which has none of the
+                keys; False: the store is then lost for good.
 
         Raises:
             SpecError: an argument is invalid.
             StoreTimeout: on entering; no server answered in time.
-            StoreRefused: on entering; the peer is not a store, has another token, or does
-                not accept this client over TLS, or this client the peer.
+            StoreRefused: on entering; the peer is not a store, has another token, or does not
+                accept this client over TLS, or this client the peer.
         """
         super().__init__(wait_timeout, min_ttl)
         host, port = parse_host_port("endpoint", endpoint)
@@ -147,8 +147,8 @@ class RemoteStore(Store):
     async def connect_over(self, sock: socket.socket) -> None:
         """Connect over `sock`, a TCP connection to the server, instead of entering.
 
-        There is one attempt, which the caller bounds in time.  The store owns the
-        socket from now on, also if this fails.
+        The only attempt, which the caller bounds in time.  The store owns the socket, also if this
+        fails.
 
         Cancellation: closes the socket.
 
@@ -198,8 +198,8 @@ class RemoteStore(Store):
     def last_reply_at(self) -> float:
         """When the server last answered, in the loop's seconds; 0: never.
 
-        Unlike `last_received_at`, the end of a connection does not count, nor does a reply after
-        a long silence: they may be read late.
+        Unlike `last_received_at`, neither the end of a connection counts nor a reply after a long
+        silence, which may be read late.
         """
         return self._last_reply_at if self._link is None else self._link.last_reply_at
 
@@ -221,9 +221,7 @@ class RemoteStore(Store):
     async def aclose(self) -> None:
         """Close the connection; leases end, pending operations raise StoreClosed.
 
-        It takes at most a second.
-
-        Cancellation: raised when the connection is closed.
+        Cancellation: raised when the connection is closed, within a second.
         """
         if self._lost is not None and not isinstance(self._error, StoreClosed):
             await run_shielded(self._close)
@@ -419,12 +417,7 @@ class RemoteStore(Store):
                 watch.fail(error)
 
     async def _open(self, timeout: float) -> Link:
-        """Try to connect until an attempt succeeds.
-
-        Raises:
-            StoreTimeout: none has within `timeout` seconds.
-            StoreRefused: none will.
-        """
+        """Try to connect until an attempt succeeds; StoreRefused: none will."""
         loop = asyncio.get_running_loop()
         end = loop.time() + timeout
         attempt = 0

@@ -1,8 +1,8 @@
 """Connections of the store's server, and the service that they share.
 
-A `Connection` reads requests, serves them and writes the replies; a reply is queued by
-`_append` and sent by `flush`, once for many requests.  The `Service` is the keyspace
-as it is served: who is admitted, turns of work, the account of bytes, deadlines.
+A `Connection` serves requests; `_append` queues their replies, and `flush` sends them, once for
+many requests.  The `Service` is the keyspace with its clients: who is admitted, turns of work, the
+account of bytes, deadlines.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ class Buffers:
         return len(piece) / max(self._references[id(piece)], 1)
 
     def release(self, piece: bytes) -> None:
-        """Undo one `hold`."""
         if len(piece) >= LARGE:
             self._references[id(piece)] -= 1
             if self._references[id(piece)]:
@@ -69,9 +68,9 @@ class Buffers:
 class ReplyQueue:
     """Replies of one connection that its transport has not taken yet.
 
-    A large value is queued by reference and handed to the transport in slices, so that one
-    value for a thousand slow peers occupies memory once.  Small replies are joined to blocks,
-    so that a peer with a million of them costs no more to drop than one with a few large ones.
+    A large value is queued by reference and handed to the transport in slices, so that a value for
+    a thousand slow peers occupies memory once.  Small replies are joined to blocks, so that a peer
+    with a million of them costs no more to drop than a peer with a few large replies.
     """
 
     def __init__(self, buffers: Buffers) -> None:
@@ -80,7 +79,6 @@ class ReplyQueue:
         self._block = bytearray()  # what follows the pieces
         self._sent = 0
         self.size = 0
-        """Bytes in the queue."""
 
     def extend(self, pieces: Iterable[bytes]) -> None:
         for piece in pieces:
@@ -133,7 +131,7 @@ class ReplyQueue:
 
 
 _STRANGER: Final = WireLimits(key=64, value=0, count=1, request=64)
-"""Limits on the requests of a client that has not sent the token: those of the handshake."""
+"""Limits on the requests of a client that has not sent the token: only the handshake fits."""
 
 _STRANGER_BYTES: Final = 4096
 """Bytes that such a client may send in all."""
@@ -155,12 +153,12 @@ class Service:
     """The keyspace of one server as its connections share it.
 
     Attributes:
-        loop: that of the server, set when it starts.
-        token, known_hosts: as `StoreServer` has got them; hosts from which a client has
-            proved the token, or None: no client is served without it.
-        handlers: those of the plain dialect, by opcode.
+        loop: the server's, set when it starts.
+        token, known_hosts: as `StoreServer` has got them; hosts from which a client has proved the
+            token, or None: no client is served without it.
+        handlers: of the plain dialect, by opcode.
         dirty: connections whose queued notifications are written at the end of a turn.
-        postponed: called when nothing is left for later of what operations have caused.
+        postponed: called when all that operations have left for later is done.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -234,7 +232,6 @@ class Service:
         return False
 
     def forget(self, connection: Connection) -> None:
-        """Unregister a connection that has ended."""
         self.connections.pop(connection, None)
         had_deadlines = bool(connection.leases or connection.watches)
         if self.keyspace.forget(connection, self.now()):
@@ -254,9 +251,9 @@ class Service:
                 connection.on_host_admitted()
 
     def answer_proof(self, message: bytes, nonce: bytes | None) -> bytes | None:
-        """Return this server's proof; None if `message` does not prove knowledge of the token.
+        """Return this server's proof; None if `message`, the client's nonce and proof, is wrong.
 
-        `message` is the client's nonce and its proof; `nonce` is this server's.
+        `nonce` is this server's.
         """
         if self.token is None or nonce is None:
             return None
@@ -276,7 +273,7 @@ class Service:
     def flush(self) -> None:
         """Write the notifications that operations queue on other connections, once a turn.
 
-        What operations have left for later is carried out in the next iterations of the loop.
+        Work that operations have left for later follows in the next iterations of the loop.
         """
         if self.dirty and not self._is_flushing:
             self._is_flushing = True
@@ -359,7 +356,7 @@ class Connection(asyncio.Protocol, Client):
         # Requests that were received before reading was paused.
         self._backlog: list[Request] = []
         self.is_in_handshake = True
-        """Whether it has not sent its opening over TLS if there is TLS, and its token if one."""
+        """Whether the client has not sent its opening, over TLS if there is TLS, and its token."""
         self._is_paused = self._is_held = self._is_reading_keys = False
         self._is_postponed = False
         self.is_gone = False
@@ -699,9 +696,9 @@ class Connection(asyncio.Protocol, Client):
         return self.service.keyspace.multi_get(b"", keys)
 
     def _read_in_parts(self, op: int, parts: Generator[int], tag: int | None) -> object:
-        """Carry out a request in parts, the last of which replies; later requests wait for it.
+        """Carry out a request in parts, which yield the number of their keys; the last one replies.
 
-        Each part yields the number of its keys.
+        Later requests of the connection wait for it.
         """
         self._is_reading_keys = True
         self._later = None if op == wire.MULTI_SET else []
@@ -857,7 +854,7 @@ class Connection(asyncio.Protocol, Client):
         """Queue a notification, which is sent at the end of the present operation."""
         if self.is_gone:
             return
-        if units := len(reply) >> 11:  # what is copied; the length of `Pieces` is small
+        if units := len(reply) >> 11:  # the copied bytes; the length of `Pieces` is small
             self.service.keyspace.work.spend(units)
         if self._later is not None:
             self._later += [reply] if isinstance(reply, bytes) else reply
@@ -906,7 +903,6 @@ class Connection(asyncio.Protocol, Client):
         return self._accounted + self._queue.weight()
 
     def _account_partial(self, size: int) -> None:
-        """Account for the bytes of an unfinished request."""
         self.service.buffers.size += size - self._accounted
         self._accounted = size
         if size:
@@ -931,10 +927,7 @@ class Connection(asyncio.Protocol, Client):
             self.drop(reason)
 
     def drop(self, reason: str, *, is_graceful: bool = False, is_refusal: bool = False) -> None:
-        """Close this connection and report it, as `Dropped` says; idempotent.
-
-        `is_graceful`: send the pending replies first.
-        """
+        """Close this connection and report it.  Idempotent.  `is_graceful`: send replies first."""
         if self.is_gone:
             return
         if is_graceful and not self.flush() and self._transport.is_closing():

@@ -1,7 +1,4 @@
-"""The interface of a store on an engine, which serves it apart from any job.
-
-The engines themselves are in `elastic_aio.engines`; `open_engine` opens them by name.
-"""
+"""The interface of a store on an engine (`elastic_aio.engines`), which serves it outside a job."""
 
 from __future__ import annotations
 
@@ -15,9 +12,8 @@ class EngineStore(Store):
     """A store on an engine of several servers, such as etcd or Redis.
 
     While no server answers, requests are repeated, at one server after the other.  After
-    `lost_after` seconds without an answer the store is lost for good.
-
-    The methods raise `StoreError` as any operation does.
+    `lost_after` seconds without an answer the store is lost for good.  The methods raise
+    `StoreError` as any operation does.
     """
 
     is_per_run: ClassVar[bool] = False
@@ -51,7 +47,7 @@ class EngineStore(Store):
 
     @property
     def last_reply_at(self) -> float:
-        """The same: the end of a connection does not count."""
+        """The same, but the end of a connection does not count."""
         return self.last_received_at
 
     @property
@@ -66,19 +62,17 @@ class EngineStore(Store):
     async def list_runs(self, begin: str) -> list[str]:
         """Return the names of the runs, in no particular order.
 
-        They are what follows `begin` in the keys, up to a slash; with `is_per_run` the values
-        of `retained` at the server.  The work grows with their number, and not with that of
-        their keys (with `is_per_run`: with the number of all keys of the server, in steps).
+        A name follows `begin` in a key, up to a slash; with `is_per_run` it is a value of
+        `retained` at the server.  The work grows with the number of runs, and not of their keys
+        (with `is_per_run`: with the number of all keys of the server, in steps).
         """
 
     @abc.abstractmethod
     async def remove_run(self, begin: str, *, record_key: str, record: bytes, members: str) -> bool:
         """Delete all keys that begin with `begin`, at once, if nothing uses them.
 
-        With `is_per_run` these are all keys of the store, which is lost then.
-
-        Returns:
-            Whether `record_key` had the value `record`, and no key began with `members`.
+        With `is_per_run` these are all keys of the store, which is lost then.  Return whether
+        `record_key` had the value `record`, and no key began with `members`.
         """
 
     @abc.abstractmethod

@@ -1,14 +1,13 @@
 """Contents of a store: values and queues, and the waits, leases and watches of its clients.
 
-Pure: the server passes in times and lease ids, and receives notifications through
-the hooks of `Client`.  Operations that torch's TCPStore has behave as there:
+Pure: the server passes in times and lease ids, and receives notifications through the hooks of
+`Client`.  The operations of torch's TCPStore behave as there:
 
 * A wait ends when each key that was missing has been written once, even if a key has been
   deleted since.
 * A non-empty queue counts as a present key for CHECK and WAIT, but has no value.
 * A counter is decimal text under its key.
-* COMPARE_SET of an absent key with a non-empty expectation stores nothing and
-  returns the expectation.
+* COMPARE_SET of an absent key with a non-empty expectation stores nothing and returns it.
 """
 
 from __future__ import annotations
@@ -61,11 +60,10 @@ WOKEN, VALUES, ITEM = range(3)
 
 
 class Client:
-    """One client of a keyspace: its waits, leases and watches, and its notifications.
+    """A client of a keyspace: its waits, leases and watches, and its notifications.
 
-    Subclasses implement the hooks that they need.  A hook is called in the middle of an
-    operation and must not change the keyspace.  `tag` is the client's identifier of the
-    request that the notification is about.
+    Subclasses implement the hooks that they need.  A hook is called in the middle of an operation
+    and must not change the keyspace.  `tag` is the client's identifier of the request.
     """
 
     is_gone = False
@@ -340,13 +338,13 @@ class LeaseRecord:
 class LeaseTable:
     """All leases of one store: keys that exist as long as their holder keeps sending.
 
-    A lease is bound to its holder's connection.  It ends when the holder releases it,
-    when the server has received nothing from the holder for `ttl` seconds (a suspended
-    process keeps its connection), or `linger` seconds after the connection has ended.
-    Until then the holder can resume it on another connection.
+    A lease is bound to its holder's connection.  It ends when the holder releases it, when the
+    server has received nothing from the holder for `ttl` seconds (a suspended process keeps its
+    connection), or `linger` seconds after the connection has ended.  Until then the holder can
+    resume it on another connection.
 
-    A client that lives resets a connection that it gives up, tcp(7).  So an orderly end (FIN)
-    is that of its process, whose kernel has closed the connection, and the change says so.
+    A client that lives resets a connection that it gives up, tcp(7).  So an orderly end (FIN) shows
+    that the process has ended and its kernel has closed the connection; the change says so.
     """
 
     def __init__(
@@ -537,10 +535,10 @@ class _Target:
 class WatchTable:
     """All watches of one store: changes of a key or a prefix, in order and without gaps.
 
-    Every change of a watched key gets the next revision and is kept in a bounded history.
-    When a connection breaks, the changes of its watches are recorded for `LINGER` seconds
-    more, so that a watch can continue after the last revision its reader has received.  If
-    the history no longer reaches back that far, the watch restarts with a whole snapshot.
+    Every change of a watched key gets the next revision and is kept in a bounded history.  After
+    the end of a connection, the changes of its watches are recorded for `LINGER` seconds more, so
+    that a watch can continue after the last revision its reader has received.  If the history no
+    longer reaches back that far, the watch restarts with a whole snapshot.
     """
 
     def __init__(self, limits: KeyspaceLimits, usage: Usage, work: Work) -> None:
@@ -566,8 +564,8 @@ class WatchTable:
     ) -> WatchSnapshot:
         """Begin a watch, or continue one after `last_revision` if that is not negative.
 
-        It replaces a watch of the client with the same tag.  The caller must fill in the
-        `pairs` of the snapshot if it `is_whole`, and else send the changes `since`.
+        It replaces a watch of the client with the same tag.  The caller must fill in the `pairs` of
+        the snapshot if it `is_whole`, and else send the changes `since`.
         """
         self.cancel(watcher, tag)
         if self._count >= self._limits.watches:
@@ -619,10 +617,7 @@ class WatchTable:
         watcher.watches.clear()
 
     def record(self, kind: int, key: bytes, value: bytes) -> None:
-        """Record a change and notify the watchers, if `key` is watched.
-
-        Each watch receives its changes in order; if there are many watches, later.
-        """
+        """Record a change of a watched key; notify each watch in order, later if they are many."""
         self._work.spend(self.units(len(key)))
         targets = list(self._covering(key))
         if not targets:
@@ -997,8 +992,7 @@ class Keyspace:
     ) -> Generator[int, None, WatchSnapshot]:
         """Begin a watch as `watch` does, in parts; each yields the number of its keys.
 
-        The snapshot is that of the moment when it is returned, and the watch begins then:
-        it has the changes that were made between the parts.
+        The watch begins with the last part: the snapshot has the changes made between the parts.
         """
         snapshot = self.watches.begin(client, tag, key, is_prefix, last_revision)
         values = self._values
@@ -1028,7 +1022,7 @@ class Keyspace:
         return WatchSnapshot(True, snapshot.revision, present.pairs.items())
 
     def forget(self, client: Client, now: float) -> bool:
-        """Remove some of a client whose connection has ended; return whether there is more.
+        """Remove some of a client whose connection has ended; return whether it has more.
 
         Its leases and watches may linger.
         """

@@ -58,9 +58,7 @@ class KeyspaceLimits:
         waits: pairs of a pending wait and a missing key.
         watches: open watches.
         leases: leases that have not ended.
-        waits_each: as `waits`, of one client.
-        watches_each: open watches of one client.
-        leases_each: leases that one client holds.
+        waits_each, watches_each, leases_each: the same, of one client.
         departed: leases whose holder has disconnected; above it, the oldest of them ends.
         grown: bytes to which APPEND may extend a value.
         history: recent changes of watched keys, kept for clients that reconnect.
@@ -144,7 +142,7 @@ class Usage:
 class Work:
     """The work that operations cause beside their replies, such as notifications.
 
-    It is counted, not timed, so that the same requests are always divided alike.
+    Work is counted, not timed, so that the same requests are always divided alike.
     """
 
     def __init__(self, at_once: int = WORK_AT_ONCE) -> None:
@@ -154,7 +152,7 @@ class Work:
         self.left = at_once
         """Units until other connections should be served."""
         self.later: deque[Iterator[int]] = deque()
-        """What is left for `step`; each part yields its units."""
+        """Work left for `step`; each part yields its units."""
 
     def begin(self, on_spent: Callable[[], None] | None = None) -> None:
         """Begin a new account; `on_spent` is called, maybe repeatedly, once nothing is left."""

@@ -1,9 +1,8 @@
 """One connection of the store's client, in either dialect, from its handshake to its end.
 
-A link does not reconnect; `RemoteStore` opens another one.
-
-A server of this package answers READY to a CHECK of the reserved key.  Only then the
-client sends HELLO: a torch server closes the connection on an unknown opcode.
+A link does not reconnect; `RemoteStore` opens another one.  A server of this package answers READY
+to a CHECK of the reserved key.  Only then the client sends HELLO: a torch server closes the
+connection on an unknown opcode.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ WITH_COUNT: Final = frozenset({wire.GET_WHEN_SET, wire.MULTI_GET})
 """Requests whose reply can only be parsed with the number of keys of the request."""
 
 _SUSPENDED_AFTER: Final = 0.5
-"""A timer this late, in seconds, shows that this process was suspended (SIGSTOP, a paused
-virtual machine): it cannot have received what its peers have sent meanwhile."""
+"""A timer this late, in seconds, shows that this process was suspended (SIGSTOP, a paused virtual
+machine): it cannot have received what its peers sent in that time."""
 
 _LATE_S: Final = 0.2
 """Seconds by which the reply to a ping may be late, and is known to be new."""
@@ -59,7 +58,7 @@ class Link(asyncio.Protocol):
         """Whether several replies came at once, so that several tasks are about to send."""
         self._is_write_paused = False
         self._write_resumed = Notifier()
-        # Replies that the peer owes now; that of a pending wait is not counted.
+        # Replies that the peer owes now; the reply to a pending wait is not counted.
         self._replies_due = 0
         self.last_received_at = self.last_reply_at = 0.0
         """When the peer last sent a reply that was due, in loop seconds; of a peer that is not
@@ -175,9 +174,8 @@ class Link(asyncio.Protocol):
     def _begin_silence(self) -> None:
         """Give the peer time: it owed no reply until now, or this process was suspended.
 
-        A peer that is pinged owed a reply at most an interval ago, or this process was
-        suspended since.  It gets little time: it counts what it has received, and ends the
-        leases of this connection.
+        A pinged peer owed a reply at most an interval ago, unless this process was suspended.  It
+        gets little time: it ends the leases of this connection by what it has received.
         """
         now = self._loop.time()
         if self._ping_interval:
@@ -186,9 +184,9 @@ class Link(asyncio.Protocol):
             self.last_received_at = now
 
     def _is_late(self) -> bool:
-        """Whether what arrives now is later than the reply to a ping.
+        """Whether data that arrives now may be old: it is later than the reply to a ping.
 
-        This process was suspended, or the network was cut and has held it back.
+        This process was suspended, or the network was cut and has held the data back.
         """
         silence = self._loop.time() - self.last_received_at
         return silence > (self._ping_interval or self._reply_timeout) + _LATE_S
@@ -236,9 +234,8 @@ _MAX_IDLE: Final = 8
 class PlainLink(Link):
     """A connection in torch's plain dialect.
 
-    Replies have no tag in it, so after a pending WAIT the owner of a reply would be
-    ambiguous.  Therefore requests are pipelined on one connection, and each pending wait
-    uses a further connection, which is kept for later waits.
+    Replies have no tag, so after a pending WAIT the owner of a reply would be ambiguous.  Requests
+    are pipelined on one connection; each pending wait uses a further one, kept for later waits.
     """
 
     def __init__(
@@ -247,7 +244,7 @@ class PlainLink(Link):
         """Prepare a link; `opener` opens the further connections for waits."""
         super().__init__(reply_timeout)
         self._reader = ReplyReader()
-        # Each with whether the reply is due at once; that of a WAIT is not.
+        # Each with whether the reply is due at once; the reply to a WAIT is not.
         self._pending: deque[tuple[asyncio.Future[Any], bool]] = deque()
         self._opener = opener
         self._idle: list[PlainLink] = []
@@ -432,8 +429,8 @@ class TaggedLink(Link):
     def _on_sign_of_life(self) -> None:
         """Renew the reply timeout.
 
-        A notification and the end of a wait do not: they can still arrive when no request
-        reaches the peer any more, and the peer is about to end the leases of this connection.
+        A notification and the end of a wait do not: they can still arrive when no request reaches
+        the peer any more, and the peer is about to end the leases of this connection.
         """
         self.last_received_at = self._loop.time()
         if not self._is_reading_late:
@@ -544,8 +541,7 @@ class TaggedLink(Link):
     def ping(self) -> None:
         """Send a frame that renews the leases and has a reply.
 
-        The kernel of a suspended server still acknowledges data; only a reply proves
-        that the server runs.
+        Only a reply proves that the server runs: the kernel of a suspended one acknowledges data.
         """
         self._post(wire.PING, b"", 1)
 
@@ -597,11 +593,7 @@ class LinkOptions:
 
 
 def client_context(tls: TlsSpec | None) -> TlsContext | None:
-    """Return the TLS context of a client; None without TLS.
-
-    Raises:
-        SpecError: a file cannot be used.
-    """
+    """Return the TLS context of a client; None without TLS; SpecError: a file cannot be used."""
     if (checked := checked_tls(tls)) is None:
         return None
     from elastic_aio.store.tls import TlsContext
@@ -610,10 +602,9 @@ def client_context(tls: TlsSpec | None) -> TlsContext | None:
 
 
 async def open_link(options: LinkOptions, sock: socket.socket | None = None) -> Link:
-    """Connect, identify the server, and return a link in its dialect.
+    """Connect, identify the server, and return a link in its dialect; the caller bounds the time.
 
-    `sock` is a connected socket to use instead; the link owns it from now on.  The caller
-    bounds it in time.
+    `sock` is a connected socket to use instead, which the link owns from now on.
 
     Cancellation: closes the connection.
 

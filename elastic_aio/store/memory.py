@@ -1,7 +1,4 @@
-"""A store in memory, without a network: for tests and for jobs of one process.
-
-It has the same keys, waits, leases and watches as the other stores.
-"""
+"""A store in memory, without a network: for tests and for jobs of one process."""
 
 from __future__ import annotations
 
@@ -46,8 +43,8 @@ class _MemoryClient(Client):
 class MemoryStore(Store):
     """A store in memory, bound to the event loop that uses it.
 
-    A lease does not expire by itself: it ends when its block is left, when its client
-    is closed, or by `expire_leases`.
+    A lease does not expire by itself: it ends when its block is left, when its client is closed, or
+    by `expire_leases`.
     """
 
     def __init__(self, *, timeout: float = 300.0) -> None:

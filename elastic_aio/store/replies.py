@@ -1,9 +1,8 @@
 """Replies of the store's wire protocol as bytes; `wire.py` defines the requests.
 
-In the plain dialect replies follow one another without tag or length, so a reader
-must know the requests to separate them (`ReplyReader`).  In the tagged dialect each
-reply is `tag, status, length` followed by the same bytes as in the plain dialect, or
-by the refusal as text.
+In the plain dialect replies follow one another without tag or length, so a reader must know the
+requests to separate them (`ReplyReader`).  In the tagged dialect `tag, status, length` precede the
+same bytes, or the refusal as text.
 """
 
 from __future__ import annotations
@@ -76,9 +75,8 @@ _NOTIFICATION: Final = struct.Struct("<BqQ")
 class HelloReply(NamedTuple):
     """The reply to HELLO.
 
-    `instance` identifies the running server: a restarted server has a new one.  If
-    `needs_token`, the client must send an AUTH computed from `nonce`; the reply is the
-    server's own proof.
+    `instance` identifies the running server; a restart changes it.  If `needs_token`, the client
+    must send an AUTH computed from `nonce`; the reply is the server's own proof.
     """
 
     instance: bytes
@@ -98,8 +96,8 @@ class RawChange(Struct, frozen=True, gc=False):
 class WatchSnapshot(NamedTuple):
     """The first message of a watch.
 
-    If `is_whole`, `pairs` are all watched keys as of `revision`.  Otherwise the watch
-    continues after `revision`, the last one its reader has seen, without a gap.
+    If `is_whole`, `pairs` are all watched keys as of `revision`.  Otherwise the watch continues
+    without a gap after `revision`, the last one its reader has seen.
     """
 
     is_whole: bool
@@ -325,8 +323,8 @@ class ReplyReader:
     def read(self, data: bytes) -> list[Any]:
         """Add received bytes; return the replies that are complete now, in request order.
 
-        One that is too large is returned as a `ReplyTooLarge`, after which nothing can be read;
-        an unexpected or invalid one raises `WireError`.
+        A too large reply is returned as a `ReplyTooLarge`, after which nothing can be read; an
+        unexpected or invalid reply raises `WireError`.
         """
         self._held += data
         if len(self._held) < self._need:
@@ -365,8 +363,8 @@ class TaggedReader:
     def read(self, data: bytes) -> list[tuple[int, int, bytes]]:
         """Add received bytes; return `(tag, status, payload)` of each complete reply.
 
-        After one with the status `TOO_LARGE`, whose payload is a text, nothing can be read;
-        an unknown status raises `WireError`.
+        After the status `TOO_LARGE`, whose payload is a text, nothing can be read; an unknown
+        status raises `WireError`.
         """
         if self._held:
             self._held += data

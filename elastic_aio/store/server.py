@@ -1,13 +1,9 @@
 """The store's server: serves a keyspace over TCP to torch's clients and to `RemoteStore`.
 
-A faulty connection harms only itself.  The server closes a connection that violates
-the protocol, announces a length beyond the limits, leaves a request unfinished or does
-not read its replies; it calls `on_drop` once and frees what the peer has sent.  While
-a peer does not read, its requests are not read either.
-
-Without a token, the server serves every client.  With one, it serves only clients of
-this package that know it: torch's protocol cannot carry a token.  With certificates it
-serves only clients that speak TLS, and torch's do not.
+A faulty connection harms only itself.  The server closes a connection that violates the protocol,
+announces a length beyond the limits, leaves a request unfinished or does not read its replies; it
+calls `on_drop` once and frees what the peer has sent.  While a peer does not read, its requests are
+not read either.
 """
 
 from __future__ import annotations
@@ -35,11 +31,7 @@ _SPARE_DESCRIPTORS: Final = 64
 
 
 def server_context(tls: TlsSpec | None) -> TlsContext | None:
-    """Return the TLS context of a server; None without TLS.
-
-    Raises:
-        SpecError: a file cannot be used.
-    """
+    """Return the TLS context of a server; None without TLS; SpecError: a file cannot be used."""
     if (checked := checked_tls(tls)) is None:
         return None
     from elastic_aio.store.tls import TlsContext
@@ -50,26 +42,27 @@ def server_context(tls: TlsSpec | None) -> TlsContext | None:
 class StoreServer:
     """A store that clients connect to.
 
-    An async context manager: inside it, the port is bound and served.  Closing ends
-    all connections and discards the keys.
+    An async context manager: inside it, the port is bound and served.  Closing ends all connections
+    and discards the keys.
 
     Args:
-        host: a name or address, all of whose addresses are served; None: all
-            interfaces, IPv4 and IPv6.
-        port: the port; 0: a free one, known as `port` once started.
-        token: serve only clients of this package that have the same token, of at least
-            16 characters; each side proves to the other that it knows the token.
-        admit_hosts: with a token, also serve torch's clients on this host, and on each host
-            from which a client has proved the token.
-        tls: serve only clients that speak TLS, with the certificate `cert`; with a `ca`, only
-            those that have a certificate of it.  torch's clients do not speak TLS.
+        host: a name or address, all of whose addresses are served; None: all interfaces, IPv4 and
+            IPv6.
+        port: 0: a free one, known as `port` once started.
+        token: serve only clients of this package that have the same token, of at least 16
+            characters; each side proves to the other that it knows the token.  torch's protocol
+            cannot carry one.
+        admit_hosts: with a token, also serve torch's clients on this host, and on each host from
+            which a client has proved the token.
+        tls: serve only clients that speak TLS (torch's do not), with the certificate `cert`; with a
+            `ca`, only clients with a certificate of it.
         limits: limits on clients; None: the defaults.
         on_drop: called with each connection that the server closes for a fault.
-        listening: bound sockets to use instead of `host` and `port`; the server
-            owns them from now on.
-        on_pause: called, while there are leases, after this process or its host was
-            suspended, with a lower bound of the seconds; it may have been up to
-            a second more.  The leases are extended by as much.
+        listening: bound sockets to use instead of `host` and `port`; the server owns them from now
+            on.
+        on_pause: called, while there are leases, after this process or its host was suspended, with
+            a lower bound of the seconds, at most a second too low.  The leases are extended by as
+            much.
     """
 
     def __init__(

@@ -1,13 +1,13 @@
 """TLS of the store: contexts from the files of a `TlsSpec`, and the layer of a connection.
 
-Every mistake that the files show by themselves is found before a connection: a file that
-is missing or is no PEM, a key of another certificate or with a passphrase, and, by a
-handshake in memory, a certificate that has expired or that its own CA does not verify.
+Every mistake that the files show by themselves is found before a connection: a file that is missing
+or is no PEM, a key of another certificate or with a passphrase, and, by a handshake in memory, a
+certificate that has expired or that its own CA does not verify.
 
-The loops' own TLS cannot take the place of `TlsTransport`: asyncio (3.11 to 3.13) and uvloop
-close without the alert of a failed handshake.  A client without a certificate, whose handshake
-is over by then in TLS 1.3, sees `connection_lost(None)` and tries again for `timeout` seconds;
-a server whose certificate is refused sees a reset.  With the alert, each says why.
+`TlsTransport` replaces the loops' own TLS: asyncio (3.11 to 3.13) and uvloop close without the
+alert of a failed handshake.  A client without a certificate, whose handshake is over by then in TLS
+1.3, sees `connection_lost(None)` and tries again for `timeout` seconds; a server whose certificate
+is refused sees a reset.  With the alert, each says why.
 """
 
 from __future__ import annotations
@@ -35,11 +35,7 @@ class TlsContext:
     """The context of one side of TLS connections; renewed when its files have changed."""
 
     def __init__(self, tls: TlsSpec, *, is_server: bool) -> None:
-        """Load the files.
-
-        Raises:
-            SpecError: a file cannot be used.
-        """
+        """Load the files; SpecError: a file cannot be used."""
         (tls.check_server if is_server else tls.check_client)()
         self.spec = tls
         self._is_server = is_server
@@ -68,13 +64,10 @@ class TlsContext:
 def check_tls(
     tls: TlsSpec, *, may_serve: bool, may_connect: bool, names: Sequence[str] = ()
 ) -> None:
-    """Check the files of a server, a client, or a node that may be either.
+    """Check the files of a server, a client, or a node that may be either, in a few milliseconds.
 
-    It takes a few milliseconds: the side makes handshakes with itself.  Of the hosts `names`,
-    the node serves at least one.
-
-    Raises:
-        SpecError: a file cannot be used, or the certificate would be refused.
+    The side makes handshakes with itself.  The node serves at least one of the hosts `names`.
+    SpecError: a file cannot be used, or the certificate would be refused.
     """
     server = TlsContext(tls, is_server=True).current() if may_serve else None
     client = TlsContext(tls, is_server=False).current() if may_connect else None
@@ -264,9 +257,9 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
     """The transport of a protocol, and the protocol of the connection below.
 
     The protocol's `connection_made` comes with the connection, which so counts, and has its
-    deadline, from its first byte.  What it writes before the end of the handshake is sent
-    after it.  There is no buffer and no flow control of its own: what arrives is decrypted and
-    delivered at once, and what is written is encrypted and passed on at once.
+    deadline, from its first byte.  What it writes before the end of the handshake is sent after it.
+    The layer has neither buffer nor flow control: it decrypts and delivers what arrives at once,
+    and encrypts and passes on what is written.
     """
 
     def __init__(
@@ -275,10 +268,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         """Prepare the layer of one connection.
 
         `server_name` is the name or address that the certificate of the server must have; None:
-        this side is the server.
-
-        Raises:
-            ValueError: the name cannot be one.
+        this side is the server.  ValueError: it cannot be a name.
         """
         super().__init__()
         self._user = user
@@ -297,10 +287,8 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
     async def wait_open(self) -> None:
         """Wait until the handshake is complete.
 
-        Cancellation: leaves the connection open.
-
-        Raises:
-            ConnectionError: the connection has ended; the protocol knows why.
+        Cancellation: leaves the connection open.  ConnectionError: it has ended; the protocol knows
+        why.
         """
         await asyncio.shield(self._opened)
 
@@ -360,7 +348,6 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         return True
 
     def _read(self) -> None:
-        """Decrypt what has arrived, and deliver it."""
         received: list[bytes] = []
         failure: ssl.SSLError | None = None
         is_over = False

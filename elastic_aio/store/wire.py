@@ -1,19 +1,18 @@
 """Requests of the store's wire protocol as bytes: torch's TCPStore protocol and our extensions.
 
-A connection starts in torch's *plain* dialect: one opcode byte, then the arguments,
-each preceded by its length, little-endian.  Replies carry no request identifier; they
-come in the order of the requests.  So a plain connection can have only one pending
-wait, and the server can refuse a request only by closing the connection.
+A connection starts in torch's *plain* dialect: one opcode byte, then the arguments, each preceded
+by its length, little-endian.  Replies carry no request identifier; they come in the order of the
+requests.  So a plain connection can have only one pending wait, and the server can refuse a request
+only by closing the connection.
 
-`HELLO` switches a connection to our *tagged* dialect: every request is preceded by
-a number that its replies repeat.  So any number of waits and watches share one
-connection, and every refusal names its request.  A client sends HELLO only to a peer
-that has answered READY to a CHECK of `RESERVED_KEY`: a torch server closes the
-connection on an unknown opcode.
+`HELLO` switches a connection to our *tagged* dialect: every request is preceded by a number that
+its replies repeat.  So any number of waits and watches share one connection, and every refusal
+names its request.  A client sends HELLO only to a peer that has answered READY to a CHECK of
+`RESERVED_KEY`: a torch server closes the connection on an unknown opcode.
 
-A request is a plain tuple `(opcode, key, argument, tag)`.  A frozen dataclass costs
-0.6 us to make, a third of the budget of a request.  The opcode determines the type of
-`argument`: see `_OPCODES_OF_SHAPE`.
+A request is a plain tuple `(opcode, key, argument, tag)`.  A frozen dataclass costs 0.6 us to make,
+a third of the budget of a request.  The opcode determines the type of `argument`: see
+`_OPCODES_OF_SHAPE`.
 """
 
 from __future__ import annotations
@@ -175,9 +174,9 @@ def sized(data: bytes) -> bytes:
 def token_proof(token: str, role: bytes, transcript: bytes) -> bytes:
     """Return the proof that one side knows `token`, without the token: HKDF-SHA256 (RFC 5869).
 
-    Each side makes one, the client first: a stranger who connects to a server learns no
-    proof that it could compare with guessed tokens.  `role` is that of the side, so that neither
-    proof can be sent back; `transcript` is the id of the server and the nonces of both sides.
+    The client makes its proof first: a stranger who connects to a server learns no proof to compare
+    with guessed tokens.  `role` is the side's, so that neither proof can be sent back; `transcript`
+    is the id of the server and the nonces of both sides.
     """
     import hmac  # tokens are rare, and it takes a millisecond
 
@@ -186,7 +185,7 @@ def token_proof(token: str, role: bytes, transcript: bytes) -> bytes:
 
 
 def is_proof(proof: bytes, token: str, role: bytes, transcript: bytes) -> bool:
-    """Return, in constant time, whether `proof` is that of `token_proof`."""
+    """Return, in constant time, whether `proof` is what `token_proof` returns."""
     import hmac
 
     return hmac.compare_digest(proof, token_proof(token, role, transcript))
@@ -196,8 +195,8 @@ def is_proof(proof: bytes, token: str, role: bytes, transcript: bytes) -> bool:
 class _PartialRequest:
     """A request with many keys that has arrived in part.
 
-    Items are moved out of the buffer as they arrive.  Otherwise a peer that sends
-    single bytes would make the reader parse a hundred thousand keys for each of them.
+    Items are moved out of the buffer as they arrive.  Otherwise a peer that sends single bytes
+    would make the reader parse a hundred thousand keys for each of them.
     """
 
     op: int
@@ -208,10 +207,7 @@ class _PartialRequest:
 
 
 class RequestReader:
-    """Incremental parser: bytes in, whole requests out.
-
-    Pass received bytes to `read`.  Do not use the reader after a `WireError`.
-    """
+    """Incremental parser: bytes in, whole requests out; not to be used after a `WireError`."""
 
     def __init__(self, limits: WireLimits) -> None:
         """Expect the opening (VALIDATE), then requests of the plain dialect."""
@@ -238,13 +234,13 @@ class RequestReader:
     def read(self, data: bytes, most: int = 512) -> list[Request]:
         """Add received bytes; return the requests that are complete now.
 
-        A HELLO switches the reader to the tagged dialect.  Long: the most frequent requests of
-        every worker pass here, and are parsed without calls if they are complete and valid.
-        If there may be more than `most`, `has_more` is true.
+        A HELLO switches the reader to the tagged dialect.  If there may be more than `most`,
+        `has_more` is true.  Long: the most frequent requests of every worker pass here, and are
+        parsed without calls if they are complete and valid.
 
         Raises:
-            WireError: an invalid opcode or length, as soon as it is readable; the
-                requests before it are returned first.
+            WireError: an invalid opcode or length, as soon as it is readable; the requests before
+                it are returned first.
         """
         requests: list[Request] = []
         position = tag = 0
@@ -422,10 +418,7 @@ class RequestReader:
 
 
 def _read_item(data: bytes, position: int, limit: int, items: list[bytes]) -> int:
-    """Append the item at `position` to `items` and return 0.
-
-    If the item is incomplete, append nothing and return the number of bytes it needs.
-    """
+    """Append the item at `position`; return 0, or the bytes that an incomplete one needs."""
     begin = position + 8
     if begin > len(data):
         return 8
