@@ -20,7 +20,7 @@ Address = tuple[socket.AddressFamily, tuple[Any, ...]]
 
 BACKLOG: Final = 65535
 """Connections that wait to be accepted: as many as the kernel allows, listen(2).  `SOMAXCONN` is
-that of the kernel headers with which Python was built: maybe 128."""
+from the kernel headers with which Python was built: maybe 128."""
 
 _BATCH: Final = 64
 """Connections to accept before other work of the loop."""
@@ -57,9 +57,9 @@ def format_endpoint(address: object) -> str:
 def discard_unsent(transport: Any) -> None:
     """Let the kernel drop what it has not sent when the socket is closed, socket(7).
 
-    Otherwise it goes on sending in the background, and a write of a connection that was
-    given up would arrive after those of the connection in its place.  The peer gets a reset,
-    which tells it from the end of this process (see `elastic_aio.store.keyspace`).
+    Otherwise the kernel goes on sending, and a write of a connection that was given up would arrive
+    after the writes of its successor.  The peer gets a reset, which tells it from the end of this
+    process (see `elastic_aio.store.keyspace`).
     """
     sock = transport.get_extra_info("socket")
     # A TLS transport that has ended has none; closed ones raise, and uvloop's a ValueError.
@@ -80,8 +80,8 @@ def limit_read_size(transport: Any) -> None:
 def enable_keepalive(sock: socket.socket, peer_timeout: float) -> None:
     """Make the kernel end the connection after `peer_timeout` seconds without its peer's kernel.
 
-    Keepalive probes detect a lost peer on an idle connection, TCP_USER_TIMEOUT while
-    sent data is unacknowledged, tcp(7).  Beyond what the kernel can count, none are sent.
+    Keepalive probes detect a lost peer on an idle connection, TCP_USER_TIMEOUT while sent data is
+    unacknowledged, tcp(7).  Beyond what the kernel can count, none are sent.
     """
     options = keepalive_options(peer_timeout)
     if socket.TCP_KEEPIDLE in options:
@@ -110,10 +110,8 @@ def without_idna(host: str | None) -> str | bytes | None:
 def bind_listeners(host: str | None, port: int, peer_timeout: float) -> list[socket.socket]:
     """Return sockets bound to each address of `host` (None: all interfaces) and one port.
 
-    Accepted connections inherit the socket options, which then cost no system calls.
-
-    Raises:
-        HostError: the name has no address, or the port cannot be bound.
+    Accepted connections inherit the socket options, which then cost no system calls.  HostError:
+    the name has no address, or the port cannot be bound.
     """
     # For a name, it is asked which addresses this host has.
     is_number = host is not None and host.replace(".", "").isdecimal()
@@ -133,14 +131,10 @@ def bind_addresses(
 ) -> list[socket.socket]:
     """Return sockets bound to all `addresses`; those with port 0 get the same free port.
 
-    An address whose family this kernel lacks is left out, if another one can be bound.
-    Accepted connections inherit `peer_timeout` (see `enable_keepalive`).
-
-    `is_listening`: listen at once, so that only one program gets the port.  Sockets that do
-    not listen can be bound to one port by several programs (SO_REUSEADDR, socket(7)).
-
-    Raises:
-        OSError: one of them cannot be bound.
+    An address whose family this kernel lacks is left out, if another one can be bound.  Accepted
+    connections inherit `peer_timeout` (see `enable_keepalive`).  `is_listening`: listen at once, so
+    that only one program gets the port; sockets that do not listen can be bound to one port by
+    several programs (SO_REUSEADDR, socket(7)).  OSError: an address cannot be bound.
     """
     # In the same order everywhere: a program that gets the first address gets all.
     ordered = sorted(set(addresses), key=repr)
@@ -206,14 +200,14 @@ def _bind(
 class Acceptor:
     """Accepts connections on bound sockets, which it owns, and pauses while it can take no more.
 
-    asyncio's own servers retry at once when no descriptor is left, and libuv accepts and
-    closes: either costs a whole processor while clients try again.  A paused acceptor leaves
-    the connections in the queue of the kernel.
+    asyncio's own servers retry at once when no descriptor is left, and libuv accepts and closes:
+    either costs a whole processor while clients try again.  A paused acceptor leaves the
+    connections in the queue of the kernel.
 
     Attributes:
         sockets: bound sockets; empty once closed.
         on_connection: called with each connection, whose owner it is from then on.
-        has_room: whether one more is accepted; `resume` is to be called when that is true again.
+        has_room: whether another connection is accepted; then the owner calls `resume`.
     """
 
     def __init__(
@@ -230,11 +224,7 @@ class Acceptor:
         self._retry: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Listen, on the running loop; clients can connect from now on.
-
-        Raises:
-            OSError: another program listens at the port; the sockets are closed.
-        """
+        """Listen, on the running loop; OSError: another program does; the sockets are closed."""
         self._loop = asyncio.get_running_loop()
         try:
             for sock in self.sockets:
