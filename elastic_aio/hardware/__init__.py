@@ -1,1 +1,1 @@
-"""What a host has for its workers: CPUs, NUMA nodes and accelerators, without torch."""
+"""CPUs, NUMA nodes and accelerators of a host, found without torch."""

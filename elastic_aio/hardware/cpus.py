@@ -1,4 +1,4 @@
-"""Sets of CPUs, what the CPUs of a host share, and which of them a worker is bound to.
+"""Sets of CPUs, the topology of a host, and the CPUs that a worker is bound to.
 
 torch has four modes, which start from the NUMA node of the device whose index is the local rank:
 
@@ -66,7 +66,7 @@ def format_cpus(cpus: Iterable[int]) -> str:
 # ------------------------------------------------------------------------ binding
 
 NUMA_MODES: Final = ("node", "socket", "exclusive", "core-complex", "cpu")
-"""What `LaunchSpec.numa_binding` accepts."""
+"""The values of `LaunchSpec.numa_binding`."""
 
 
 def bind_workers(
@@ -80,9 +80,7 @@ def bind_workers(
     """Return the CPUs of each worker, by local rank, out of the `allowed` ones.
 
     `device_nodes` are the NUMA nodes of all visible devices, by their index; not for "cpu".
-
-    Raises:
-        SpecError: of `numa_binding`; a worker would have no device or no CPU.
+    SpecError, of `numa_binding`: a worker would have no device or no CPU.
     """
     usable = Cpus(allowed)
     if mode == "cpu":
@@ -143,7 +141,7 @@ def _part(groups: Sequence[Cpus], position: int, parts: int) -> Cpus:
 
 
 def _groups(shared: Mapping[int, Cpus], cpus: Cpus) -> list[Cpus]:
-    """Return CPUs in groups by what they share, a core or a cache; the lowest group first."""
+    """Return CPUs in groups that share a core or a cache; the lowest group first."""
     found: dict[int, set[int]] = {}
     for cpu in sorted(cpus):
         found.setdefault(min(shared[cpu]), set()).add(cpu)

@@ -1,11 +1,9 @@
-"""What this host has, without torch: accelerators by device files, sysfs and NVML; CPUs by sysfs.
+"""Accelerators and CPUs of this host, found without torch: by device files, sysfs and NVML.
 
-An accelerator exists for a process if it has the device file, which containers give out one by
-one, and if the variable of its vendor does not hide it.  The order is that of the PCI addresses,
-in which the runtimes number equal devices.
-
-Kinds of accelerators are named as in torch: "cuda" (NVIDIA, and AMD with ROCm), "xpu" (Intel),
-and the names of private-use backends.
+An accelerator exists for a process if it has the device file, which containers give out one by one,
+and if the variable of its vendor does not hide it.  The order is the order of the PCI addresses, in
+which the runtimes number equal devices.  Kinds are named as in torch: "cuda" (NVIDIA, and AMD with
+ROCm), "xpu" (Intel), and the names of private-use backends.
 """
 
 from __future__ import annotations
@@ -141,7 +139,7 @@ def _nvidia(sources: DeviceSources) -> list[Accelerator]:
 
 
 def _nvidia_present(sources: DeviceSources) -> list[Accelerator]:
-    """Return the devices that have a device file, with what `/proc` says of them."""
+    """Return the devices that have a device file, with their facts in `/proc`."""
     minors = [
         int(name[6:]) for name in _names(sources.root / "dev") if re.fullmatch(r"nvidia\d+", name)
     ]
@@ -312,9 +310,9 @@ def _decoded(value: str | bytes) -> str:
 def read_topology(sys: Path = Path("/sys"), cpus: Iterable[int] = ()) -> Topology:
     """Read the topology from sysfs.
 
-    A kernel without NUMA has no nodes there: all CPUs then belong to node 0.  Where a file
-    of a CPU cannot be read, the CPU has a package, core and cache of its own.  `cpus` are
-    described even if no node lists them.
+    A kernel without NUMA has no nodes there: all CPUs then belong to node 0.  Where a file of a CPU
+    cannot be read, the CPU has a package, core and cache of its own.  `cpus` are described even if
+    no node lists them.
     """
     nodes: dict[int, Cpus] = {}
     for path in sorted(sys.glob("devices/system/node/node[0-9]*")):
