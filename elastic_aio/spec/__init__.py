@@ -1,1 +1,1 @@
-"""What to run and how: frozen values, checked when they are made."""
+"""Settings of a job: frozen values, checked when they are made."""

@@ -1,7 +1,7 @@
 """Checks of the values that users set; each raises a `SpecError` that names the field.
 
-A check of a field takes its name and an argument, and returns the argument in its final form:
-the `checked_…` functions, and the values of the classes below.
+A check of a field takes its name and an argument, and returns the argument in its final form: the
+`checked_…` functions, and the values of the classes below.
 """
 
 from __future__ import annotations
@@ -218,11 +218,7 @@ def checked_port(name: str, value: object, *, at_least: int = 1) -> int:
 
 
 def signal_number(name: str, value: object) -> int:
-    """Return the number of a signal given as a number or as a name such as `SIGTERM`.
-
-    Raises:
-        SpecError: there is no such signal.
-    """
+    """Return the number of a signal given as a number or as a name such as `SIGTERM`."""
     if isinstance(value, str) and value in SIGNAL_NUMBERS:
         return SIGNAL_NUMBERS[value]
     if is_integer(value) and 0 < value < 100 and signal_name(value).startswith("SIG"):
@@ -241,13 +237,7 @@ def parse_host_port(
 ) -> tuple[str, int]:
     """Split `HOST:PORT`, `[IPV6]:PORT` or, where there is a default port, `HOST` or `[IPV6]`.
 
-    Port 0, where `at_least` allows it, asks for any free one.
-
-    Returns:
-        The host without brackets, and the port.
-
-    Raises:
-        SpecError: `value` has none of these forms.
+    Return the host without brackets, and the port; 0 (any free one) only if `at_least` allows it.
     """
     forms = "HOST:PORT or [IPV6]:PORT" if default_port is None else "HOST:PORT, [IPV6]:PORT or HOST"
     text = checked_text(name, value)
@@ -273,11 +263,7 @@ def format_host_port(host: str, port: int) -> str:
 
 
 def checked_host(name: str, value: object) -> str:
-    """Return a host's name or address, without brackets and port.
-
-    Raises:
-        SpecError: `value` is something else.
-    """
+    """Return a host's name or address, without brackets and port."""
     host = checked_text(name, value)
     # A single colon would be a port's; an IPv6 address has more.
     if not is_host_name(host) or host.count(":") == 1 or "[" in host:
@@ -325,8 +311,7 @@ def parse_number(
 ) -> int:
     """Return `text` as a whole number from `least` to `most`.
 
-    Raises:
-        UsageError: it is not one; the message names `option`, `unit` and the range.
+    UsageError: it is not one; the message names `option`, `unit` and the range.
     """
     number = parse_int(text)
     if number is None or not least <= number <= most:
@@ -339,8 +324,7 @@ def parse_seconds(
 ) -> float:
     """Return `text` as seconds: at least 0, or above 0 with `is_positive`, and below `limit`.
 
-    Raises:
-        UsageError: it is not a number, or out of range.
+    UsageError: it is not a number, or out of range.
     """
     try:
         seconds = float(text)
@@ -359,9 +343,7 @@ def read_token(option: str, path: str, *, at_least: int = TOKEN_MIN) -> str:
     """Return the store token in a file: its text without surrounding space.
 
     Tokens and passwords come from files because every user of the host can read a command line.
-
-    Raises:
-        UsageError: the file cannot be read, is not UTF-8, or is too short; names `option`.
+    UsageError, with `option`: the file cannot be read, is not UTF-8, or is too short.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -378,11 +360,7 @@ def read_token(option: str, path: str, *, at_least: int = TOKEN_MIN) -> str:
 
 
 def parse_switch(option: str, text: str) -> bool:
-    """Return `text` as a truth value.
-
-    Raises:
-        UsageError: it is none; the message names `option`.
-    """
+    """Return `text` as a truth value, or raise a UsageError that names `option`."""
     if text.lower() not in YES | NO:
         raise invalid_value(option, "must be true or false", text)
     return text.lower() in YES

@@ -10,8 +10,8 @@
 The constructor, the options of `aio-elastic run` with their help, the keys of `--rdzv-conf`, the
 completion, the option that an error names, and the tests of `docs/reference` follow from it.
 
-Neither `dataclass` nor `msgspec` makes these values: the one compiles six methods for each class,
-which would be a twentieth of a start, and both keep an argument as it is given.
+Neither `dataclass` nor `msgspec` makes these values: `dataclass` compiles six methods for each
+class, which would be a twentieth of a start, and both keep an argument as it is given.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ REQUIRED: Final[Any] = inspect.Parameter.empty
 class Option(Struct, frozen=True):
     """One option of `aio-elastic run`: a flag unless it has a `metavar`.
 
-    `name` is the dashed spelling without "--"; with `has_variable`, a PET_* variable is
-    the fallback for the option.  Torchrun lacks an option that `is_own`.
+    `name` is the dashed spelling without "--"; with `has_variable`, a PET_* variable is the
+    fallback for the option.  Torchrun lacks an option that `is_own`.
     """
 
     name: str
@@ -92,7 +92,7 @@ class ConfKey(Struct):
     least: int | None = None
     """The least value of a number of whole seconds; None: the value is text or a switch."""
     name: str = ""
-    """That of the field: its class sets it."""
+    """The name of the field: its class sets it."""
 
     @property
     def label(self) -> str:
@@ -100,19 +100,19 @@ class ConfKey(Struct):
 
 
 class Field(Struct, eq=False):
-    """What is known of a field, beside its name, its type and its docstring."""
+    """What the package knows of a field, beside its name, its type and its docstring."""
 
     default: Any
     check: Callable[[str, Any], Any] | None
     """Returns an argument in its final form, or raises a `SpecError` of the given name."""
     option: Option | ConfKey | None
     label: str
-    """What the command line calls the field in an error; empty without an option."""
+    """The name of the field in an error of the command line; empty without an option."""
     is_positional: bool
     is_hidden: bool
     """`repr()` leaves it out: a secret."""
     is_alike: bool
-    """All nodes of a job must have it alike: a node relies on that of the others."""
+    """All nodes of a job must have it alike: a node relies on the value of the others."""
 
 
 def field(
@@ -130,12 +130,11 @@ def field(
     hidden: bool = False,
     alike: bool = False,
 ) -> Any:
-    """Describe a field; the arguments are those of `Field`, and those of its option, if any.
+    """Describe a field; the arguments are the fields of `Field`, and of its option (`make_option`).
 
-    `own_option` is one that torchrun lacks; see `make_option`.
-
-    The check of a switch and that of a part, a value of a spec, follow from the default.  A
-    default is not checked; if it is None, so is accepted as an argument.
+    `own_option` is an option that torchrun lacks.  The check of a switch, or of a part, a value of
+    a spec, follows from the default.  A default is not checked; if it is None, so is accepted as an
+    argument.
     """
     if check is None and isinstance(default, (bool, SpecValue)):
         check = checked_bool if isinstance(default, bool) else Part(type(default))
@@ -206,7 +205,11 @@ def _signature_of(owner: type[SpecValue]) -> inspect.Signature:
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
 class SpecValue:
-    """A frozen value whose fields are checked when it is made; a dataclass, for `dataclasses`."""
+    """A frozen value whose fields are checked when it is made; a dataclass, for `dataclasses`.
+
+    Raises:
+        SpecError: one line naming the field, the problem and the value.
+    """
 
     __dataclass_fields__: ClassVar[Any] = _DataclassFields()
     __dataclass_params__: ClassVar[Any] = _DataclassParams()
@@ -311,7 +314,7 @@ def all_fields(owner: type[SpecValue]) -> Iterator[tuple[str, Field]]:
 
 
 _TEXT_MAX: Final = 100
-"""Characters of a field that is compared with that of another node."""
+"""Characters of a field that is compared with the same field of another node."""
 
 
 def changed_fields(value: SpecValue) -> dict[str, str]:

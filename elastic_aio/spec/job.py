@@ -1,7 +1,7 @@
-"""What to run: `LaunchSpec`, entry points and node counts, frozen and checked when made.
+"""The job to run: `LaunchSpec`, entry points and node counts, frozen and checked when made.
 
-Nothing here reads the host.  Whether the script exists and how many GPUs there are is
-resolved by the agent before it starts a worker.
+Nothing here reads the host.  The agent resolves whether the script exists and how many GPUs there
+are before it starts a worker.
 """
 
 from __future__ import annotations
@@ -218,10 +218,8 @@ class LaunchSpec(SpecValue, prefix=""):
     ] = field(check=_entrypoint, label="script", kw_only=False)
     """A script path, an argv list, a function, or one of these types."""
     args: Converted[tuple[Any, ...], Iterable[object]] = field(default=(), check=checked_items)
-    """Arguments of every worker.
-
-    `${local_rank}` is replaced in those of commands; a function gets any picklable values.
-    """
+    """Arguments of every worker.  `${local_rank}` is replaced in the arguments of commands; a
+    function gets any picklable values."""
     nproc_per_node: int | str = field(
         default=1,
         check=_nproc,
@@ -230,11 +228,9 @@ class LaunchSpec(SpecValue, prefix=""):
         " visible device), the name of a private-use backend such as 'npu', or 'auto'"
         " (devices if there are any, else CPUs) (default 1)",
     )
-    """Workers per node; "cpu", "gpu", "xpu" and "auto" count what the host has.
-
-    So does the name of a private-use backend: "npu", "mlu", "musa", "hpu", or that of a plug-in
-    of the entry point group `elastic_aio.accelerators`.
-    """
+    """Workers per node; "cpu", "gpu", "xpu" and "auto" count what the host has.  So does the name
+    of a private-use backend: "npu", "mlu", "musa", "hpu", or a plug-in of the entry point group
+    `elastic_aio.accelerators`."""
     nnodes: Converted[NodeRange, int | str | tuple[int, int] | NodeRange] = field(
         default=NodeRange(),
         check=_nodes,
@@ -253,10 +249,8 @@ class LaunchSpec(SpecValue, prefix=""):
     env: Converted[Mapping[str, str], Mapping[str, str] | None] = field(
         default=MappingProxyType({}), check=_env
     )
-    """Variables set in every worker, over the inherited environment.
-
-    The launcher's own (RANK, MASTER_PORT, ...) cannot be replaced.
-    """
+    """Variables set in every worker, over the inherited environment.  The launcher's own (RANK,
+    MASTER_PORT, ...) cannot be replaced."""
     cwd: Converted[str | None, str | PathLike[str] | None] = field(default=None, check=checked_path)
     """Working directory of the workers; None inherits."""
     role: str = field(
@@ -285,10 +279,8 @@ class LaunchSpec(SpecValue, prefix=""):
         help="id of the run, the same on all nodes (default: a random id for one node, 'none' for"
         " several)",
     )
-    """Name of the run, the same on all nodes.
-
-    None is a random id for one node and "none" for several, torchrun's default.
-    """
+    """Name of the run, the same on all nodes.  None is a random id for one node and "none" for
+    several, torchrun's default."""
     master_addr: str | None = field(
         default=None,
         check=checked_host,
@@ -296,10 +288,8 @@ class LaunchSpec(SpecValue, prefix=""):
         help="host of the node with rank 0, for 'static'; with one node and --master-port,"
         " MASTER_ADDR of the workers (default 127.0.0.1)",
     )
-    """Host of MASTER_ADDR; None is 127.0.0.1 for one node.
-
-    For several nodes it is the address of the node with group rank 0, as the others reach it.
-    """
+    """Host of MASTER_ADDR; None is 127.0.0.1 for one node, and for several nodes the address of the
+    node with group rank 0, as the others reach it."""
     master_port: int | None = field(
         default=None,
         check=checked_port,
@@ -309,10 +299,8 @@ class LaunchSpec(SpecValue, prefix=""):
     )
     """TCP port of MASTER_PORT; None takes a free one for each attempt."""
     host_store: bool = field(default=True)
-    """Whether the agent serves torch's store at that port, a fresh one for each attempt.
-
-    Otherwise worker 0 has to.
-    """
+    """Whether the agent serves torch's store at that port, a fresh one for each attempt; otherwise
+    worker 0 has to."""
     stdin: Literal["null", "rank0"] = field(
         default="null",
         check=OneOf(("null", "rank0")),
@@ -332,11 +320,9 @@ class LaunchSpec(SpecValue, prefix=""):
         help="start of Python workers: 'spawn', 'fork' (only with --run-path) or 'forkserver'"
         " (default 'spawn', with --preload 'forkserver')",
     )
-    """How Python workers start.
-
-    "spawn" starts a new interpreter; "fork" forks this process, for functions only;
-    "forkserver" forks a server that has imported `preload` once for all attempts.
-    """
+    """How Python workers start: "spawn" starts a new interpreter; "fork" forks this process, for
+    functions only; "forkserver" forks a server that has imported `preload` once for all
+    attempts."""
     preload: Converted[tuple[str, ...], Iterable[str]] = field(
         default=(),
         check=_preload,
@@ -353,11 +339,9 @@ class LaunchSpec(SpecValue, prefix=""):
         " 'core-complex'; or 'cpu' divides the CPUs among the workers (default: not bound)",
         has_variable=False,
     )
-    """How workers are bound to CPUs; None does not bind them.
-
-    "node", "socket", "exclusive" and "core-complex" take CPUs near the device whose index is
-    the local rank, as torch does; "cpu" divides the CPUs among the workers.
-    """
+    """How workers are bound to CPUs; None does not bind them.  "node", "socket", "exclusive" and
+    "core-complex" take CPUs near the device whose index is the local rank, as torch does; "cpu"
+    divides the CPUs among the workers."""
     virtual_local_rank: bool = field(
         default=False,
         option="--virtual-local-rank",
@@ -365,16 +349,12 @@ class LaunchSpec(SpecValue, prefix=""):
     )
     """Whether each worker has LOCAL_RANK 0 and sees its own device only."""
     timers: Converted[bool | str, bool | str | PathLike[str]] = field(default=False, check=_timers)
-    """Whether workers may acquire timers (`elastic_aio.worker.expires`).
-
-    A path is that of the named pipe to make; True makes one in the temporary directory.
-    """
+    """Whether workers may acquire timers (`elastic_aio.worker.expires`).  A path names the pipe to
+    make; True makes one in the temporary directory."""
     uninterruptible_timeout: float | None = field(default=None, check=Seconds(above=0))
     """Seconds that a worker may be in one uninterruptible system call (state D); None: any time.
-
     After that the job fails without a restart, since the worker may hold what another attempt
-    needs, and may not end.
-    """
+    needs, and may not end."""
     event_history: int = field(default=10_000, check=Whole(at_least=1))
     """How many past events are kept for late readers."""
 

@@ -12,11 +12,11 @@ UNFINISHED_S = 60.0
 
 
 class LivenessSpec(SpecValue, prefix="liveness."):
-    """Limits of the time between two messages of a worker, and what happens after that.
+    """Limits of the time between two messages of a worker, and the action after that.
 
-    Workers report themselves through `ELASTIC_AIO_NOTIFY_FD` (see `elastic_aio.worker`).  Times
-    are in seconds, and count from the start of the worker; with `ready_timeout`, the other two
-    count from its `READY=1`.  None: no limit.
+    Workers report themselves through `ELASTIC_AIO_NOTIFY_FD` (see `elastic_aio.worker`).  Times are
+    in seconds, and count from the start of the worker; with `ready_timeout`, the other two count
+    from its `READY=1`.  None: no limit.
     """
 
     heartbeat_timeout: float | None = field(
@@ -50,10 +50,8 @@ class LivenessSpec(SpecValue, prefix="liveness."):
         help="fail the attempt when a worker still runs so long after the first of its node, or all"
         " of another node, have exited with 0 (default: no limit)",
     )
-    """The longest time from the first success of a worker of the node to the end of the others.
-
-    The success of all workers of another node counts too.  Needs nothing of the workers.
-    """
+    """The longest time from the first success of a worker of the node, or of all workers of another
+    node, to the end of the others.  Needs nothing of the workers."""
     on_timeout: Literal["fail", "report"] = field(
         default="fail",
         check=OneOf(("fail", "report")),
@@ -67,10 +65,8 @@ class LivenessSpec(SpecValue, prefix="liveness."):
         own_option="--idle-report SECONDS",
         help="report once that no worker has used CPU time or written for so long (default: never)",
     )
-    """Report, once, that no worker of the node has used CPU time or written for this long.
-
-    Needs nothing of the workers, and never ends them.
-    """
+    """Report, once, that no worker of the node has used CPU time or written for this long.  Needs
+    nothing of the workers, and never ends them."""
 
     @property
     def deadlines(self) -> tuple[float, ...]:

@@ -1,12 +1,12 @@
 """What workers print and where it goes: `LogSpec`, stream masks, and layouts of plug-ins.
 
-The grammar of `-r` and `-t` is torchrun's, `0..3` or `rank:mask,rank:mask`, for ranks of
-any size and with ranges: `0-3:3,10:1`.
+The grammar of `-r` and `-t` is torchrun's, `0..3` or `rank:mask,rank:mask`, for ranks of any size
+and with ranges: `0-3:3,10:1`.
 
-A plug-in derives from `LogLayout` and plans where the streams of each worker go, before
-anything is opened; the library creates directories and files and writes to the console.
-An entry point of the group `elastic_aio.logs_specs` makes a plug-in known to
-`--logs-specs`; it is called with the settings of `LogSpec`::
+A plug-in derives from `LogLayout` and plans where the streams of each worker go, before anything is
+opened; the library creates directories and files and writes to the console.  An entry point of the
+group `elastic_aio.logs_specs` makes a plug-in known to `--logs-specs`; it is called with the
+settings of `LogSpec`::
 
     [project.entry-points."elastic_aio.logs_specs"]
     by_day = "my_package.logs:ByDay"
@@ -172,8 +172,8 @@ _FILTERS_HELP: Final = (
 class LogSpec(SpecValue, prefix="logs."):
     """Where the output of the workers goes.
 
-    `redirects` and `tee` accept a mask, a mapping of local ranks to masks, or the text
-    of the command line: `3`, `{0: 3}` and `"0:3"`.
+    `redirects` and `tee` accept a mask, a mapping of local ranks to masks, or the text of the
+    command line: `3`, `{0: 3}` and `"0:3"`.
     """
 
     log_dir: Converted[str | None, str | PathLike[str] | None] = field(
@@ -183,11 +183,8 @@ class LogSpec(SpecValue, prefix="logs."):
         help="directory for logs; '/dev/null' keeps none (default: a temporary directory when"
         " needed)",
     )
-    """Directory for the logs of all runs.
-
-    None creates a temporary one when it is needed; "/dev/null" captures nothing and leaves
-    every stream inherited.
-    """
+    """Directory for the logs of all runs.  None creates a temporary directory when it is needed;
+    "/dev/null" captures nothing and leaves every stream inherited."""
     redirects: Converted[StdMap, StdMap | Mapping[int, int] | int | str] = field(
         default=StdMap(),
         check=_map,
@@ -220,22 +217,18 @@ class LogSpec(SpecValue, prefix="logs."):
         own_option="--log-prefix TEMPLATE",
         help="template of the prefix of tee'd lines (default '[${role}${local_rank}]:')",
     )
-    """Template of the line prefix; None is torchrun's `[${role}${local_rank}]:`.
-
-    `${role}` (or `${role_name}`), `${rank}`, `${local_rank}`, `${attempt}`, `${host}`,
-    `${stream}` and `${timestamp}` are replaced.
-    """
+    """Template of the line prefix; None is torchrun's `[${role}${local_rank}]:`.  `${role}` (or
+    `${role_name}`), `${rank}`, `${local_rank}`, `${attempt}`, `${host}`, `${stream}` and
+    `${timestamp}` are replaced."""
     duplicate_stdout_filters: Converted[tuple[str, ...], Iterable[str]] = field(
         default=(),
         check=_filters,
         option="--duplicate-stdout-filters TEXTS",
         help=_FILTERS_HELP.format("stdout"),
     )
-    """Texts that select lines of stdout for a further file, `filtered_stdout.log`.
-
-    It gets the lines that the console shows of tee'd streams, with their prefixes, if they hold
-    one of the texts; there is one on each node for each attempt.
-    """
+    """Texts that select lines of stdout for a further file, `filtered_stdout.log`, of each node and
+    attempt.  It gets the lines with one of the texts that the console shows of tee'd streams, with
+    their prefixes."""
     duplicate_stderr_filters: Converted[tuple[str, ...], Iterable[str]] = field(
         default=(),
         check=_filters,
@@ -250,11 +243,9 @@ class LogSpec(SpecValue, prefix="logs."):
         help="when the disk of the log files is full: 'fail' (the worker's write fails) or"
         " 'console' (the console shows what the files do not take) (default 'fail')",
     )
-    """What happens when the disk of the log files is full.
-
-    "fail" fails the worker's own write; "console" leads the streams through this process,
-    which shows on the console what a file does not take.
-    """
+    """What happens when the disk of the log files is full: "fail" fails the worker's own write;
+    "console" leads the streams through this process, which shows on the console what a file does
+    not take."""
     color: Literal["auto", "always", "never"] = field(
         default="never",
         check=OneOf(("auto", "always", "never")),
@@ -269,11 +260,9 @@ class LogSpec(SpecValue, prefix="logs."):
         help="leave the workers' standard error alone where it is no terminal: it does not pass"
         " through the launcher, whose report of a failure then has none of its lines",
     )
-    """Whether stderr that would go to a pipe or a file is captured, to say why a worker failed.
-
-    It passes through this process, unchanged, and through a file in the run's directory, which
-    is removed unless the job fails.  A terminal is never captured.
-    """
+    """Whether stderr that would go to a pipe or a file is captured, to say why a worker failed.  It
+    passes through this process, unchanged, and through a file in the run's directory, which is
+    removed unless the job fails.  A terminal is never captured."""
     max_bytes: int | None = field(
         default=None,
         check=_max_bytes,
@@ -281,10 +270,8 @@ class LogSpec(SpecValue, prefix="logs."):
         help="disk space of each log file, as in '100M': the beginning of a longer one is freed"
         " (default: no limit)",
     )
-    """Disk space that each log file may take: the beginning of a longer one is freed.
-
-    The last half of it is always kept, and what the console has not shown yet.
-    """
+    """Disk space that each log file may take: the beginning of a longer file is freed.  The last
+    half of it is always kept, and the lines that the console has not shown yet."""
     keep_attempts: int | None = field(
         default=None,
         check=Whole(at_least=1),
@@ -364,7 +351,7 @@ class LogDestinations(Value, frozen=True):
     shown: frozenset[str] = frozenset()
     """Which of "stdout" and "stderr" are copied from their files to the console."""
     prefix: str | None = None
-    """Prefix of the lines on the console, as it is; None is that of the `LogSpec`."""
+    """Prefix of the lines on the console, as it is; None: the prefix of the `LogSpec`."""
 
 
 class LogLayout(LogSpec):

@@ -1,4 +1,4 @@
-"""`--rdzv-conf KEY=VALUE,...`: all keys of torchrun, and those of elastic_aio."""
+"""`--rdzv-conf KEY=VALUE,...`: all keys of torchrun, and further keys."""
 
 from __future__ import annotations
 
@@ -67,16 +67,11 @@ _KNOWN: Final = frozenset({*_FIELDS, *TLS, *_WITHOUT_EFFECT, "store_type", "time
 
 
 class Conf(Struct, frozen=True):
-    """A parsed `--rdzv-conf`.
+    """A parsed `--rdzv-conf`: `pairs` are all keys and values as text.
 
-    Attributes:
-        settings: fields of `RendezvousSpec`.
-        tls: fields of `TlsSpec`; empty without TLS.
-        engine: fields of `EngineSpec`.
-        token_file: path of the token's file, which has not been read.
-        password_file: the same for the password of the engine's user.
-        pairs: all keys and values as text.
-        warnings: lines to print at the start.
+    `settings`, `tls` (empty without TLS) and `engine` are fields of `RendezvousSpec`, `TlsSpec` and
+    `EngineSpec`.  The files with the token and with the password of the engine's user have not been
+    read.  `warnings` are lines to print at the start.
     """
 
     settings: Mapping[str, Any]
@@ -90,9 +85,7 @@ class Conf(Struct, frozen=True):
     def read_secrets(self) -> dict[str, Any]:
         """Return the fields of `RendezvousSpec` for which files are read.
 
-        Raises:
-            UsageError: a file cannot be read.
-            SpecError: a setting is invalid.
+        UsageError: a file cannot be read.  SpecError: a setting is invalid.
         """
         settings: dict[str, Any] = {}
         engine = dict(self.engine)
@@ -111,8 +104,7 @@ class Conf(Struct, frozen=True):
 def parse_conf(text: str, backend: str) -> Conf:
     """Parse `--rdzv-conf` for the backend "c10d", "static", "etcd", "redis" or a plug-in's.
 
-    Raises:
-        UsageError: one line that names the key, the range and the value.
+    UsageError: one line that names the key, the range and the value.
     """
     pairs = parse_pairs(text)
     warnings: list[str] = []
@@ -194,11 +186,7 @@ def _engine_tls(pairs: Mapping[str, str], entry: EngineEntry) -> dict[str, Any]:
 
 
 def parse_pairs(text: str) -> dict[str, str]:
-    """Split `KEY=VALUE,KEY=VALUE`; the keys are not checked.
-
-    Raises:
-        UsageError: a key or a value is missing.
-    """
+    """Split `KEY=VALUE,KEY=VALUE`; the keys are not checked.  UsageError: a part is missing."""
     pairs: dict[str, str] = {}
     for part in _PART.findall(text) if text.strip() else []:
         key, equals, value = part.partition("=")

@@ -39,7 +39,7 @@ class EngineEntry(Value, frozen=True, kw_only=True):
     port: int
     """Port of an endpoint that names none."""
     ports: Mapping[str, int] = {}
-    """The same while a setting of its own is in use, by the name of the setting."""
+    """The same while one of its settings is in use, by the name of the setting."""
     settings: tuple[str, ...] = ()
     """Fields of `EngineSpec` that other engines do not have; arguments of its store."""
     conf_keys: Mapping[str, str] = {}
@@ -72,9 +72,8 @@ ENGINE_ENTRIES: Final = (
         store="elastic_aio.engines.redis:RedisStore",
     ),
 )
-"""All engines.  Nothing else in the core names one, but `EngineSpec` and the help of the command
-have their settings.
-"""
+"""All engines.  Nothing else in the core names an engine, except the settings in `EngineSpec` and
+the help of the command."""
 
 ENGINES: Final = {name: entry for entry in ENGINE_ENTRIES for name in entry.names}
 """The engine of each backend whose store is served by an engine and not by a node."""
@@ -91,11 +90,7 @@ RETENTION_MIN: Final = 60
 
 
 class EngineSpec(SpecValue, prefix="engine."):
-    """The user and the keys of a job on an engine.
-
-    Raises:
-        SpecError: one line naming the field, the problem and the value.
-    """
+    """The user and the keys of a job on an engine."""
 
     user: str | None = field(default=None, check=checked_text)
     """User of the engine; None for none."""
@@ -128,11 +123,7 @@ def _tls(name: str, value: object) -> TlsSpec | None:
 
 
 class RendezvousSpec(SpecValue, prefix="rendezvous."):
-    """How the nodes of a job find each other; without effect for a job of one node.
-
-    Raises:
-        SpecError: one line naming the field, the problem and the value.
-    """
+    """How the nodes of a job find each other; without effect for a job of one node."""
 
     backend: str = field(
         default="c10d",
@@ -144,10 +135,10 @@ class RendezvousSpec(SpecValue, prefix="rendezvous."):
     """How nodes get their ranks; the default is "c10d" here, "static" on the command line.
 
     "c10d" (or "tcp"): a coordinator assigns them, at a store that one of the nodes serves.
-    "static": each node is configured with its rank.  Other names are plug-ins of the entry
-    point group `elastic_aio.rendezvous`.
+    "static": each node is configured with its rank.
     "etcd" (or "etcd-v2"): as "c10d", at a store on etcd v3; `endpoint` names its members.
     "redis" (or "valkey"): the same on Redis or Valkey, with the package redis.
+    Other names are plug-ins of the entry point group `elastic_aio.rendezvous`.
     """
     endpoint: str = field(
         default=f"localhost:{DEFAULT_PORT}",
@@ -157,18 +148,13 @@ class RendezvousSpec(SpecValue, prefix="rendezvous."):
         f" MASTER_ADDR:MASTER_PORT; {_AT_ENGINES}); several, separated by commas, are tried in"
         " order",
     )
-    """Where the store is: `HOST:PORT`, `[IPV6]:PORT` or `HOST`.
-
-    The default port is 29400, 29500 for "static", 2379 for "etcd", 6379 for "redis", 26379 for
-    its sentinels.  Several endpoints, separated by commas, are tried in their order, at the
-    start and when the store is lost; those of etcd in any order.
-    """
+    """Where the store is: `HOST:PORT`, `[IPV6]:PORT` or `HOST`.  The default port is 29400, 29500
+    for "static", 2379 for "etcd", 6379 for "redis", 26379 for its sentinels.  Several endpoints,
+    separated by commas, are tried in their order, at the start and when the store is lost;
+    endpoints of etcd in any order."""
     is_host: bool | None = field(default=None, check=checked_bool, key=ConfKey("detected"))
-    """Whether this node serves the store.
-
-    None serves it if this node can listen at the endpoint, False never does, True does even
-    if the endpoint's address does not belong to this host.
-    """
+    """Whether this node serves the store.  None serves it if this node can listen at the endpoint,
+    False never does, True does even if the endpoint's address does not belong to this host."""
     node_rank: int | None = field(
         default=None,
         check=Whole(at_least=0),
@@ -184,10 +170,8 @@ class RendezvousSpec(SpecValue, prefix="rendezvous."):
         help="address of this node for the other nodes (default: that of its connection to the"
         " store)",
     )
-    """Address at which the other nodes reach this one.
-
-    None is the local address of the connection to the store.
-    """
+    """Address at which the other nodes reach this one; None is the local address of the connection
+    to the store."""
     join_timeout: float = field(
         default=600.0, check=Seconds(above=0), key=ConfKey(least=1), alike=True
     )
@@ -209,12 +193,9 @@ class RendezvousSpec(SpecValue, prefix="rendezvous."):
         key=ConfKey("last_call_timeout", least=0),
         alike=True,
     )
-    """Seconds for which a round waits for further joiners, from the latest of them; at most ten
-    times as long from the first.
-
-    None is `last_call_timeout`.  No joiner waits when all vacant places of the job are filled, or
-    when another round begins for another reason.
-    """
+    """Seconds for which a round waits for further joiners, from the latest of them, and at most ten
+    times as long from the first; None is `last_call_timeout`.  No joiner waits when all vacant
+    places of the job are filled, or when another round begins for another reason."""
     scale_up: Literal["delay", "checkpoint"] = field(
         default="delay",
         check=OneOf(("delay", "checkpoint")),
@@ -231,11 +212,8 @@ class RendezvousSpec(SpecValue, prefix="rendezvous."):
     heartbeat_timeout: float = field(
         default=30.0, check=Seconds(at_least=_HEARTBEAT_MIN), key=ConfKey(least=2), alike=True
     )
-    """Seconds without a sign from a node after which it is lost; 2 or more.
-
-    It is for hosts that are unreachable or suspended: a node whose process has ended is lost at
-    once.
-    """
+    """Seconds without a sign from a node after which it is lost; 2 or more.  For hosts that are
+    unreachable or suspended: a node whose process has ended is lost at once."""
     read_timeout: float = field(
         default=60.0, check=Seconds(above=0), key=ConfKey("60; both 900 with 'static'", least=1)
     )
@@ -247,12 +225,10 @@ class RendezvousSpec(SpecValue, prefix="rendezvous."):
         help="seconds that a finished node waits for the other nodes (default: no limit)",
         has_variable=True,
     )
-    """Seconds that a node whose workers succeeded waits for the others; None for no limit.
-
-    A node that has left is not there for a restart of the others: the job then fails at once if
-    they are too few.  A node that serves a store to the workers of other nodes stays until they
-    have ended.
-    """
+    """Seconds that a node whose workers succeeded waits for the others; None for no limit.  A node
+    that has left is not there for a restart of the others: the job then fails at once if they are
+    too few.  A node that serves a store to the workers of other nodes stays until they have
+    ended."""
     store_grace: float | None = field(
         default=None,
         check=Seconds(at_least=0),
@@ -263,43 +239,34 @@ class RendezvousSpec(SpecValue, prefix="rendezvous."):
 
     Then the stop plan begins, which ends with SIGKILL 0.25 s before `heartbeat_timeout` is over.
     None is as long as that leaves time for the whole plan, and half of `heartbeat_timeout` at
-    least; without a limit on an engine.  The time counts from the last reply of the store, as
-    the other nodes count from the last sign of this one: with one above `heartbeat_timeout`, its
-    workers may run beside those of the round that replaces it.
+    least; without a limit on an engine.  The time counts from the last reply of the store, as the
+    other nodes count from the last sign of this node: if it is longer than `heartbeat_timeout`, its
+    workers may run beside the workers of the round that replaces it.
     """
     keep_workers: bool = field(default=True, key=ConfKey(), alike=True)
-    """Whether workers keep running when the nodes move to another store and nothing else changes.
-
-    Otherwise they are restarted once.
-    """
+    """Whether workers keep running when the nodes move to another store and nothing else changes;
+    otherwise they are restarted once."""
     reuse: bool = field(default=False, key=ConfKey())
-    """Whether a run id whose job has ended begins again, as a new job.
-
-    Otherwise a node that comes after the end gets the recorded outcome, while the store
-    lives, and runs nothing.
-    """
+    """Whether a run id whose job has ended begins again, as a new job.  Otherwise a node that comes
+    after the end gets the recorded outcome, while the store lives, and runs nothing."""
     any_program: bool = field(default=False, key=ConfKey())
-    """Whether the nodes may run different programs, or belong to different users.
-
-    Otherwise a node that differs from the job at the endpoint is refused: two jobs that have one
-    run id by accident would become one.
-    """
+    """Whether the nodes may run different programs, or belong to different users.  Otherwise a node
+    that differs from the job at the endpoint is refused: two jobs that have one run id by accident
+    would become one."""
     overlap: bool = field(default=False, key=ConfKey(), alike=True)
     """Whether a new round may begin on one node while another node still stops its workers.
 
-    By default no worker of a round starts before all processes of the round before have
-    ended on every node, and a node that is stopped leaves when its workers have ended.
-    True saves these waits where two generations of workers can bear to run at once.
+    By default no worker of a round starts before all processes of the round before have ended on
+    every node, and a node that is stopped leaves when its workers have ended.  True saves these
+    waits where two generations of workers can bear to run at once.
     """
     token: str | None = field(
         default=None, check=_token, label="--rdzv-conf: token_file", hidden=True
     )
     """Secret that the store requires, of at least 16 characters; None for none."""
     tls: TlsSpec | None = field(default=None, check=_tls)
-    """Certificates with which the store is served, and reached, over TLS only; None for none.
-
-    The store of the workers is not affected: torch's clients do not speak TLS.
-    """
+    """Certificates with which the store is served, and reached, over TLS only; None for none.  The
+    store of the workers is not affected: torch's clients do not speak TLS."""
     engine: EngineSpec = field(default=EngineSpec())
     """User and keys, with the backends "etcd" and "redis"."""
     conf: Mapping[str, str] = field(
@@ -371,11 +338,8 @@ class RendezvousSpec(SpecValue, prefix="rendezvous."):
 def parse_endpoints(name: str, value: object, default_port: int = DEFAULT_PORT) -> tuple[str, ...]:
     """Read `HOST:PORT`, `[IPV6]:PORT` or `HOST`, several of them separated by commas.
 
-    Returns:
-        The endpoints, each with its port, IPv6 addresses in brackets.
-
-    Raises:
-        SpecError: an endpoint has none of these forms, or is a wildcard address.
+    Return each with its port, IPv6 addresses in brackets.  SpecError: an endpoint has none of these
+    forms, or is a wildcard address.
     """
     return _split_endpoints(name, checked_text(name, value), default_port)
 

@@ -41,10 +41,8 @@ class Backoff(Value, frozen=True, kw_only=True):
     cap: float = 60.0
     """Seconds."""
     jitter: bool = True
-    """Take a uniformly random part of each delay ("full jitter").
-
-    Jobs that failed together then do not restart together.
-    """
+    """Take a uniformly random part of each delay ("full jitter"), so that jobs that failed together
+    do not restart together."""
     at_once: int = 0
     """How many consecutive restarts have no delay before those that have one."""
 
@@ -108,10 +106,10 @@ class RestartWindow(Value, frozen=True):
 class NodeLosses(Value, frozen=True, kw_only=True):
     """How many rounds of a job of several nodes may lose a node.
 
-    A node is lost when its agent ends without leaving: a crash of the host, SIGKILL, a
-    network that is down.  Nodes that are lost in one round count once.  A round follows after
-    the delay of `backoff`, by default at once after the first two losses within `seconds`: two
-    hosts that fail together are no crash loop.
+    A node is lost when its agent ends without leaving: a crash of the host, SIGKILL, a network that
+    is down.  Nodes that are lost in one round count once.  A round follows after the delay of
+    `backoff`, by default at once after the first two losses within `seconds`: two hosts that fail
+    together are no crash loop.
     """
 
     count: int = 10
@@ -124,7 +122,7 @@ class NodeLosses(Value, frozen=True, kw_only=True):
 
 
 class RestartAction(Enum):
-    """What `RestartPolicy.decide` returns: what to do about a failure."""
+    """The action after a failure, as `RestartPolicy.decide` returns it."""
 
     RESTART = "restart"
     """Restart in spite of the exit-code rules; `max_restarts` and the window still apply."""
@@ -141,7 +139,7 @@ DECIDE_TIMEOUT = 600.0
 
 
 def why_undecided(cause: BaseException | float) -> str:
-    """Return why a job ends: what `restart.decide` has raised, or after how many seconds."""
+    """Return why a job ends: the error of `restart.decide`, or the seconds that it took."""
     if isinstance(cause, BaseException):
         return f"restart.decide raised {type(cause).__name__}"
     return f"restart.decide has not returned within {cause:g} s"
@@ -216,11 +214,9 @@ class RestartPolicy(SpecValue, prefix="restart.", alike=True):
         " the next, and a random part of it is waited (default 0 before the first restart,"
         " then 1, 2, 4 and up to 60; so again after an attempt of a minute)",
     )
-    """Delays between restarts; None restarts at once, as torchrun does.
-
-    By default the first restart is at once, and the next ones wait 1, 2, 4 and up to 60 s.
-    Delays begin anew after an attempt that ran for a minute, or for `healthy_after`.
-    """
+    """Delays between restarts; None restarts at once, as torchrun does.  By default the first
+    restart is at once, and the next ones wait 1, 2, 4 and up to 60 s.  Delays begin anew after an
+    attempt that ran for a minute, or for `healthy_after`."""
     healthy_after: float | None = field(
         default=None,
         check=Seconds(above=0),
@@ -307,11 +303,11 @@ class RestartDecision(Struct, frozen=True):
 
 
 HistoryCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 51)]
-"""A number in messages of nodes; what follows it can be sent too."""
+"""A number in messages of nodes, so small that the numbers after it can be sent too."""
 
 
 class RestartHistory(Struct, frozen=True):
-    """What a budget has counted, for the budget of another node; ages in seconds."""
+    """The counts of a budget, for the budget of another node; ages in seconds."""
 
     restarts: HistoryCount = 0
     losses: HistoryCount = 0
@@ -345,7 +341,7 @@ class _Count:
         self.times.append(now)
 
     def resume(self, total: int, ages: Sequence[float], now: float) -> bool:
-        """Take what another node has counted; return False if it knows nothing more."""
+        """Take the count of another node; return False if it knows nothing more."""
         if (total, len(ages)) <= (self.total, len(self.times)):
             return False
         self.total = total
@@ -404,11 +400,9 @@ class RestartBudget:
     ) -> RestartDecision:
         """Decide about a failure; `record` counts the restart when it happens.
 
-        The rules, in order: GIVE_UP of the callback, `max_restarts`, the exit codes
-        unless the callback returned RESTART, the window.
-
-        `action` is what the callback returned, DEFAULT without one; the attempt `ran` so many
-        seconds, and `now` is in monotonic seconds.
+        The rules, in order: GIVE_UP of the callback, `max_restarts`, the exit codes unless the
+        callback returned RESTART, the window.  `action` is the result of the callback, DEFAULT
+        without one; the attempt `ran` so many seconds, and `now` is in monotonic seconds.
         """
         policy, status = self._policy, root.status
         # A lost status has no code.
@@ -447,10 +441,7 @@ class RestartBudget:
         return status.returncode is not None and status.shell_code in self._policy.never_on
 
     def lose_node(self, now: float) -> RestartDecision:
-        """Count a round that has lost a node, and decide whether another round follows.
-
-        `now` is in monotonic seconds.
-        """
+        """Count a lost node at `now` (monotonic seconds); decide whether another round follows."""
         limit = self._policy.node_losses
         if limit is None:
             return RestartDecision(True, "")
@@ -472,7 +463,7 @@ class RestartBudget:
         self._restarts.record(now)
 
     def history(self, now: float, granted: int = 0) -> RestartHistory | None:
-        """Return what is counted, for the budgets of other nodes; None if nothing is.
+        """Return all counts, for the budgets of other nodes; None if nothing was counted.
 
         `granted` is the number of a restart that has not begun, and counts as if it had.
         """
@@ -489,7 +480,7 @@ class RestartBudget:
         )
 
     def follow(self, history: RestartHistory, now: float) -> None:
-        """Take what the coordinator's budget has counted, to continue from there."""
+        """Take the counts of the coordinator's budget, to continue from there."""
         known = self._restarts.total
         self._restarts.resume(history.restarts, history.restart_ages, now)
         if history.restarts >= known:  # the series changes before its restart is counted

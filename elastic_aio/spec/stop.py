@@ -15,11 +15,9 @@ DEFAULT_GRACE: Final = 25.0
 
 
 StopScope = Literal["leaders", "all"]
-"""Whom a signal of a stop plan reaches first; SIGKILL reaches every process.
-
-"leaders": the first process of each worker.  A process that it has started gets the signal
-when its parents have ended.  "all": every process at once.
-"""
+"""Whom a signal of a stop plan reaches first; SIGKILL reaches every process.  "leaders": the first
+process of each worker; a process that it has started gets the signal when its parents have ended.
+"all": every process at once."""
 
 
 def _scope(name: str, value: object, what: str = "") -> Any:
@@ -74,17 +72,12 @@ class StopPlan(SpecValue, prefix="stop."):
     )
     """Also given as pairs of a signal (number or name) and a grace in seconds, or with a target."""
     reap_timeout: float = field(default=10.0, check=Seconds(above=0), kw_only=False)
-    """Seconds to wait after SIGKILL for the processes to exit.
-
-    One that remains then, in an uninterruptible system call for example, is reported with
-    its state and left behind.
-    """
+    """Seconds to wait after SIGKILL for the processes to exit.  A process that remains then, in an
+    uninterruptible system call for example, is reported with its state and left behind."""
     guardian_grace: float = field(default=0.5, check=Seconds(at_least=0), kw_only=False)
-    """Seconds between the first signal and SIGKILL when the launcher has been killed.
-
-    The guardian then ends the job; a first step with a shorter grace takes precedence.  With
-    more than the default, workers can outlive their launcher for more than a second.
-    """
+    """Seconds between the first signal and SIGKILL when the launcher has been killed.  The guardian
+    then ends the job; a first step with a shorter grace takes precedence.  With more than the
+    default, workers can outlive their launcher for more than a second."""
     scope: StopScope = field(
         default="leaders",
         check=_scope,
@@ -102,10 +95,8 @@ class StopPlan(SpecValue, prefix="stop."):
         " (default 0)",
         has_variable=True,
     )
-    """Seconds for which processes that workers leave behind may run on after a success.
-
-    Those that remain then are stopped.
-    """
+    """Seconds for which processes that workers leave behind may run on after a success; the rest is
+    stopped then."""
 
     @classmethod
     def within(cls, grace: float, *, scope: StopScope = "leaders", linger: float = 0.0) -> StopPlan:
@@ -166,10 +157,8 @@ class SignalSpec(SpecValue, prefix="signals."):
         help="signals that stop the job (default SIGTERM,SIGINT,SIGHUP,SIGQUIT);"
         " SIGUSR1 and SIGUSR2 are always forwarded to the workers",
     )
-    """End the job by its stop plan, which then starts with the received signal.
-
-    The default is SIGHUP, SIGINT, SIGQUIT and SIGTERM.
-    """
+    """End the job by its stop plan, which then starts with the received signal.  The default is
+    SIGHUP, SIGINT, SIGQUIT and SIGTERM."""
     forward: Converted[frozenset[int], Iterable[int | str]] = field(
         default=frozenset({10, 12}), check=_signals, label="--signals-to-handle"
     )

@@ -25,17 +25,14 @@ def _client_auth(name: str, value: object) -> object:
 class TlsSpec(SpecValue, prefix="tls."):
     """The files with which a store and its clients prove who they are, all in PEM format.
 
-    A server needs `cert` and `key`, a client `ca`, and a node that may be either all three.
-    The files are read when a server or client is made, and again when they have changed.
-
-    Raises:
-        SpecError: one line naming the field, the problem and the value.
+    A server needs `cert` and `key`, a client `ca`, and a node that may be either all three.  The
+    files are read when a server or client is made, and again when they have changed.
     """
 
     cert: Converted[str | None, str | PathLike[str] | None] = field(
         default=None, check=checked_path, key=ConfKey()
     )
-    """File with the certificate of this side, followed by those of intermediate CAs."""
+    """File with the certificate of this side, and then the certificates of intermediate CAs."""
     key: Converted[str | None, str | PathLike[str] | None] = field(
         default=None, check=checked_path, key=ConfKey()
     )

@@ -13,7 +13,5 @@ TORCHRUN_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
         "exit_barrier_timeout": 300.0,
     },
 }
-"""By the part of a `LaunchSpec`: those that a program made for torchrun may depend on.
-
-`docs/reference/torchrun-parity.md` has a row for each.
-"""
+"""By the part of a `LaunchSpec`: settings that a program made for torchrun may depend on.  Each has
+a row in `docs/reference/torchrun-parity.md`."""
