@@ -1,13 +1,13 @@
 """The API for code that runs inside a worker.
 
 `record` decorates a worker's main function, so that the launcher learns why it failed.
-`WorkerContext.from_env()` returns the worker's ranks, the job's id and the master's
-address.  `expires` sets a deadline for a block.  `ready`, `heartbeat`, `progress` and `phase`
-report to the launcher.  `pending_change` returns what the worker is about to be restarted for,
-and `agree_to_change` agrees to that.
-Nothing here imports asyncio, or anything outside the standard library.
+`WorkerContext.from_env()` returns the worker's ranks, the job's id and the master's address.
+`expires` sets a deadline for a block.  `ready`, `heartbeat`, `progress` and `phase` report to the
+launcher.  `pending_change` returns the change that the worker is about to be restarted for, and
+`agree_to_change` agrees to it.  Nothing here imports asyncio, or anything outside the standard
+library.
 
-The names load on first use: a launcher needs those of `context` only.
+The names load on first use: a launcher needs the names of `context` only.
 """
 
 from __future__ import annotations

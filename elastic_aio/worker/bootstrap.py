@@ -4,15 +4,15 @@ Run as `python -u bootstrap_main.py CALL RESULT INDEX`; the first two are descri
 files.  Forked workers enter at `perform` or `main`.
 
 Call and result are in memory files and never in pipes: a worker does not wait until its result is
-read, a large value costs two copies, and there is no end of file that a grandchild could hold
-back.  The header of a result is written last, so that a result cut short by a kill is not mistaken
-for a complete one.
+read, a large value costs two copies, and there is no end of file that a grandchild could hold back.
+The header of a result is written last, so that a result cut short by a kill is not mistaken for a
+complete one.
 
 Everything here adds to the start of every worker: `io`, `marshal`, `os`, `sys` and `time` are
 loaded by every interpreter, and nothing else is imported before it is needed.  Even the C part of
-pickle costs a fifth of an interpreter's start, so it is not used for a function of a module with
-plain arguments, nor for a plain value.  The parent imports this module for the two formats, which
-have writer and reader here.
+pickle costs a fifth of an interpreter's start, so a function of a module with plain arguments, or a
+plain value, is not pickled.  The parent imports this module for the two formats, which have writer
+and reader here.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ def format_call(header: Mapping[str, Any], body: object) -> list[bytes]:
     """Return the parts of a call's file.
 
     Args:
-        header: `path` and `argv` for `sys`, the parent's `python`, and optionally
-            `main` (name and path of the main script), `mp` (multiprocessing's settings),
-            `is_quiet` and `may_interrupt` (see `perform`), `is_daemon` and `with_index`.
-        body: the pickled pair of function and arguments; or a plain triple of a
-            module, the function's name there, and the arguments.
+        header: `path` and `argv` for `sys`, the parent's `python`, and optionally `main` (name and
+            path of the main script), `mp` (multiprocessing's settings), `is_quiet` and
+            `may_interrupt` (see `perform`), `is_daemon` and `with_index`.
+        body: the pickled pair of function and arguments; or a plain triple of a module, the
+            function's name there, and the arguments.
     """
     rest = body if isinstance(body, bytes) else b""
     pair: Any = (dict(header), None if rest else body)
@@ -129,8 +129,7 @@ def _write_result(descriptor: int, kind: int, content: Any) -> None:
 def read_result(descriptor: int) -> tuple[int, Any]:
     """Return the kind of a result and its content; `NOTHING` if it was cut short.
 
-    Raises:
-        BaseException: any error of unpickling the value, or the worker has damaged it.
+    BaseException: any error of unpickling the value, or the worker has damaged it.
     """
     kind, plain, length = read_header(descriptor)
     if kind == NOTHING:
@@ -153,7 +152,7 @@ def read_header(descriptor: int) -> tuple[int, bool, int]:
 class _Content(io.RawIOBase):
     """The pickle of a result as a file, read at a position of its own.
 
-    The system call stores large values in place, and other threads run meanwhile.
+    The system call stores large values in place, while other threads run.
     """
 
     def __init__(self, descriptor: int, length: int) -> None:
@@ -255,11 +254,7 @@ def dump_plain(value: Any) -> bytes:
 
 
 def load_plain(form: bytes) -> Any:
-    """Return the value of a form.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """Return the value of a form; ValueError: the form is damaged."""
     if not _is_sound(form):
         raise ValueError("its bytes are damaged")
     return marshal.loads(form)
@@ -277,7 +272,7 @@ def _is_sound(form: bytes) -> bool:
             continue
         size = int.from_bytes(form[position : position + 4], "little", signed=True)
         position += 4
-        if kind == b"l":  # the sign is that of the number
+        if kind == b"l":  # the sign of the number
             position += 2 * abs(size)
         elif size < 0:
             return False
@@ -323,7 +318,7 @@ def main(arguments: list[str], numbers: Mapping[int, int] | None = None) -> int:
 def perform(
     prepare: Callable[[], Any], result: int, *, is_quiet: bool = False, may_interrupt: bool = False
 ) -> int:
-    """Perform a call and write its result; raises nothing.
+    """Perform a call, write its result, and return the worker's exit code; raises nothing.
 
     Args:
         prepare: returns the pair of function and arguments.  A coroutine function is awaited.
@@ -331,7 +326,7 @@ def perform(
         is_quiet: print no traceback of an Exception, and drop the value.
         may_interrupt: a KeyboardInterrupt of the function is a success, as in torch.
 
-    Returns the worker's exit code; -SIGINT if this signal shall be its exit status.
+    The exit code is -SIGINT if this signal shall be the exit status.
     """
     global _performer
     _performer = os.getpid()
@@ -461,7 +456,6 @@ def _text_of(value: object) -> str:
 
 
 def enable_faulthandler() -> None:
-    """Let a crash print its stack."""
     import faulthandler
 
     try:

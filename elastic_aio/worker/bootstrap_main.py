@@ -1,7 +1,4 @@
-"""The script of a function worker: runs the module `bootstrap`.
-
-A script is compiled at every start, a module has cached bytecode.
-"""
+"""The script of a function worker: runs `bootstrap`, a module, since its bytecode is cached."""
 
 import sys
 

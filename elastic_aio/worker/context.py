@@ -1,6 +1,6 @@
 """The environment of a worker: its ranks, the job and the master's address.
 
-The variables are those of torch.distributed.elastic; writer and reader are both here.
+The variables are those of torch.distributed.elastic.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TASK = "ELASTIC_AIO_TASK"
 _CHANNELS = {NOTIFY_FD, NOTIFY_SOCKET, WATCHDOG_USEC, REAL_LOCAL_RANK, TIMER_FILE, PENDING_CHANGE}
 SCHEDULERS = ("SLURM_", "FLUX_", "LSB_", "OMPI_", "PMI_", "PBS_", "JOB_COMPLETION")
 """How the variables of schedulers begin."""
-# What another task has other values of: a job or a step that a worker has submitted, for example.
+# Variables that differ in another task: a job or a step that a worker has submitted, for example.
 _TASK_VARIABLES = (
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "FLUX_JOB_ID", "LSB_JOBID", "LSF_PM_TASKID"),
     *("PBS_JOBID", "PBS_TASKNUM", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
@@ -60,12 +60,12 @@ _USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerContext:
-    """What a launcher tells a worker; `WorkerContext.from_env()` returns the worker's own."""
+    """The ranks, job and master of a worker; `WorkerContext.from_env()` returns its own."""
 
     rank: int
     """This worker among all of the job: 0 to `world_size` - 1."""
     local_rank: int
-    """This worker among those of its node."""
+    """This worker among the workers of its node."""
     world_size: int
     """How many workers the job has."""
     local_world_size: int
@@ -75,7 +75,7 @@ class WorkerContext:
     group_world_size: int
     """How many nodes the job has."""
     role_rank: int
-    """This worker among those of its role."""
+    """This worker among the workers of its role."""
     role_world_size: int
     """How many workers have its role."""
     role: str
@@ -97,7 +97,7 @@ class WorkerContext:
     attempt: int = 0
     """Number of the attempt, from 0, the same on all nodes."""
     round: int = 0
-    """Number of the round, which only grows; without a rendezvous that of the attempt."""
+    """Number of the round, which only grows; without a rendezvous the number of the attempt."""
 
     def to_env(self) -> dict[str, str]:
         """Return the variables to put into a worker's environment."""
@@ -107,14 +107,11 @@ class WorkerContext:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> WorkerContext:
-        """Read the variables of a worker.
-
-        Args:
-            env: the environment; None (the default) is this process's own.
+        """Read the variables of a worker from `env`, by default this process's own environment.
 
         Raises:
-            HostError: a variable is missing or not a number, so this process was not
-                started by a launcher.
+            HostError: a variable is missing or not a number, so this process was not started by a
+                launcher.
         """
         env = os.environ if env is None else env
         values: dict[str, Any] = {}
@@ -137,12 +134,12 @@ class WorkerContext:
 
 
 def task_of(env: Mapping[str, str]) -> str:
-    """Return what identifies the scheduler's task of a process; "" without a scheduler."""
+    """Return the identity of the scheduler's task of a process; "" without a scheduler."""
     return " ".join(f"{name}={env[name]}" for name in _TASK_VARIABLES if name in env)
 
 
 def is_in_worker(env: Mapping[str, str]) -> bool:
-    """Return whether a process is part of a worker: its variables are those of another job.
+    """Return whether a process is part of a worker: another job has set its variables.
 
     A task that a worker has submitted inherits them, and is none.
     """
@@ -150,5 +147,5 @@ def is_in_worker(env: Mapping[str, str]) -> bool:
 
 
 def without_channels(env: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without what leads a worker, and no process of its jobs, elsewhere."""
+    """Return an environment without the channels of a worker, which its jobs must not use."""
     return {name: text for name, text in env.items() if TASK not in env or name not in _CHANNELS}

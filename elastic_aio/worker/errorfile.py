@@ -5,10 +5,9 @@ One line of JSON at the path in `TORCHELASTIC_ERROR_FILE`::
     {"message": {"message": "ValueError: x", "extraInfo":
         {"py_callstack": "Traceback ...", "timestamp": "1700000000"}}}
 
-`message` may also be a plain string, with `timestamp` beside it.  Reader and writer are
-both here; torch reads these files, and its files are read here.  Beside `message`, where torch
-does not look, `writer_pid` has the process that wrote the file: processes that a worker starts
-inherit the variable.
+`message` may also be a plain string, with `timestamp` beside it.  torch reads these files, and its
+files are read here.  Beside `message`, where torch does not look, `writer_pid` has the process that
+wrote the file: processes that a worker starts inherit the variable.
 """
 
 from __future__ import annotations
@@ -35,9 +34,8 @@ WRITER = "writer_pid"
 
 NEAR_S = 5.0
 """Seconds before its end in which an error may be the reason, whichever process has recorded it.
-
-An interpreter with torch may take seconds to end; what a program has survived for longer, it has
-handled."""
+An interpreter with torch may take seconds to end; an error that a program has survived for longer,
+it has handled."""
 
 _SHOWN = 2000  # bytes of an overwritten file
 
@@ -50,11 +48,9 @@ def is_temporary(name: str) -> bool:
 def write_error_file(error: WorkerError, *, keeps_reason: bool = False) -> None:
     """Write the error file that `error` names, atomically.
 
-    With `keeps_reason`, leave a file that says already why this process ends: its own, a recent
-    one that does not name its process, and that of a program whose failure is `error`.
-
-    Raises:
-        OSError: the file cannot be written.
+    With `keeps_reason`, leave a file that says already why this process ends: its own, a recent one
+    that does not name its process, and the file of a program whose failure is `error`.  OSError:
+    the file cannot be written.
     """
     if not (keeps_reason and _has_reason(error)):
         _write(error.path, render_error_file(error))
@@ -68,10 +64,8 @@ def _write(path: str, content: bytes) -> None:
 def replace_file(path: str, content: bytes, *, suffix: str = ".new") -> None:
     """Write a file in one step: readers find the former content or the new one.
 
-    No other writer may have an unfinished file of the same `suffix` at the same time.
-
-    Raises:
-        OSError: the file cannot be written; no unfinished one is left.
+    No other writer may have an unfinished file of the same `suffix` at the same time.  OSError: the
+    file cannot be written; no unfinished one is left.
     """
     temporary = f"{path}{suffix}"
     try:
@@ -87,11 +81,9 @@ def replace_file(path: str, content: bytes, *, suffix: str = ".new") -> None:
 def parse_error_file(content: bytes, path: str, written_at: float) -> WorkerError | None:
     """Read an error file, with long texts abridged; None if it has no error or another format.
 
-    No content is an error here: a worker may be killed while it writes, and any process
-    may write there.
-
-    `written_at` is its modification time in Unix seconds.  torch's timestamp has whole seconds,
-    so the modification time is used if the two agree: it orders failures within a second.
+    No content is an error here: a worker may be killed while it writes, and any process may write
+    there.  `written_at` is its modification time in Unix seconds.  torch's timestamp has whole
+    seconds, so the modification time is used if the two agree: it orders failures within a second.
     """
     try:
         document = json.loads(content)
@@ -157,8 +149,7 @@ def render_error_file(error: WorkerError) -> bytes:
 def with_exit_code(content: bytes, exit_code: int) -> bytes:
     """Return an error file with the exit code added, as torch's launcher passes it on.
 
-    Raises:
-        ValueError: the content is not an error file.
+    ValueError: the content is not an error file.
     """
     try:
         document = json.loads(content)
@@ -170,14 +161,11 @@ def with_exit_code(content: bytes, exit_code: int) -> bytes:
 
 
 def pass_on_error_file(root: Failure, path: str) -> str | None:
-    """Write the error file of a failed worker as that of its launcher, for the launcher's parent.
+    """Write the error file of a failed worker as its launcher's, for the launcher's parent.
 
-    All that the worker's file holds is kept, and the exit code is added.  `root.error` has a
-    path, maybe on another host; `path` is the launcher's own error file.  Returns a warning if
-    that existed, with what it held; else None.
-
-    Raises:
-        OSError: the file cannot be written.
+    All content of the worker's file is kept, and the exit code is added.  `root.error` has a path,
+    maybe on another host; `path` is the launcher's own error file.  Return a warning with the
+    former content of `path` if there was any; else None.  OSError: the file cannot be written.
     """
     assert root.error is not None, "the caller checks that there is an error"
     content = render_error_file(root.error)
@@ -200,11 +188,7 @@ def pass_on_error_file(root: Failure, path: str) -> str | None:
 
 
 def _read_start(path: str, size: int) -> bytes:
-    """Return the first bytes of a regular file.
-
-    Raises:
-        OSError: it is no such file, or it cannot be read.
-    """
+    """Return the first bytes of a regular file; OSError: it is no such file, or unreadable."""
     # O_NONBLOCK: the opening of a named pipe would wait for a writer.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -25,14 +25,11 @@ def run_forked(
     env: Mapping[str, str],
     call: Callable[[], int],
 ) -> NoReturn:
-    """Run a forked worker to its end; the caller's frames belong to the parent.
+    """Run a forked worker to its end, in `cwd` (None: the parent's) and with `env`.
 
-    Args:
-        detach: drops what the worker has of the parent's own.
-        streams: descriptors that become 0, 1 and 2; the parent's numbers stay open.
-        cwd: the working directory; None: the parent's.
-        env: the environment.
-        call: returns the exit code.
+    The caller's frames belong to the parent: `detach` drops what the worker has of the parent's
+    own. `streams` are descriptors that become 0, 1 and 2; the parent's numbers stay open.  `call`
+    returns the exit code.
     """
     code = 1
     try:
@@ -86,8 +83,8 @@ def _take_streams(descriptors: Sequence[int]) -> None:
 def _renew_streams() -> None:
     """Set new `sys.stdin`, `stdout` and `stderr` on descriptors 0, 1 and 2.
 
-    The inherited objects may be of any type (a notebook's, a test's capture), and hold
-    text that the parent will write.  Unbuffered, as with `python -u`.
+    The inherited objects may be of any type (a notebook's, a test's capture), and hold text that
+    the parent will write.  Unbuffered, as with `python -u`.
     """
     sys.stdin = sys.__stdin__ = _open_text(0, "<stdin>")  # type: ignore[misc]  # what renewing is
     sys.stdout = sys.__stdout__ = _open_text(1, "<stdout>")  # type: ignore[misc]  # likewise

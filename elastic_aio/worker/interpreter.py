@@ -1,12 +1,12 @@
-"""The end of a worker's interpreter: what ended its program, and what is done before it exits.
+"""The end of a worker's interpreter: the error that ended its program, and the steps before exit.
 
 And one thing of its start: the stacks of its threads, which the launcher may want to read.
 
 A worker that did not start as `python script.py` ends by `os._exit`, after the steps of an
 interpreter's finalization that a program can notice.  The finalization itself would end each
 foreign thread (torch's have no other end) that still needs the interpreter, inside of C++ code that
-does not allow it: the process aborts.  And of a forked worker it would take apart the parent's
-objects.
+does not allow it: the process aborts.  And it would take apart the parent's objects in a forked
+worker.
 
 Threads of the program run until the end, and may hold a lock that a `close` or a `__del__` waits
 for, for ever.  So files of the standard library are written out first, then the others, whose code
@@ -56,8 +56,8 @@ _offered_by = 0  # the process that has offered its stacks
 def offer_stacks() -> None:
     """Let the launcher read the stacks of all threads, however this process hangs.
 
-    The handler of the signal is C code, and needs neither the GIL nor the main thread.  The
-    file is in memory, and only its owner can open it.
+    The handler of the signal is C code, and needs neither the GIL nor the main thread.  The file is
+    in memory, and only its owner can open it.
     """
     global _offered_by
     if _offered_by == os.getpid() or "ELASTIC_AIO_NOTIFY_FD" not in os.environ:
@@ -72,7 +72,7 @@ def offer_stacks() -> None:
 
 
 def _stacks_file() -> int:
-    """Return the file's descriptor: where the program's own get the numbers they would get."""
+    """Return the file's descriptor, high enough that the program's own keep their numbers."""
     number = _STACKS_DESCRIPTOR
     try:
         link = os.readlink(f"/proc/self/fd/{number}")
@@ -91,13 +91,13 @@ def _stacks_file() -> int:
     return number
 
 
-# ------------------------------------------------------------------ what ended the program
+# ------------------------------------------------------------------ the end of the program
 
 
 def report_error(error: BaseException) -> int:
-    """Report what ended a program, as the interpreter does.
+    """Report the error that ended a program, as the interpreter does; return the exit code.
 
-    Returns the exit code; -SIGINT if this signal shall be the exit status.
+    The exit code is -SIGINT if this signal shall be the exit status.
     """
     if isinstance(error, SystemExit):
         return exit_code_of(error)
@@ -188,7 +188,7 @@ def finalize(code: int) -> NoReturn:
             code = limit.code = _FLUSH_FAILED
         is_forked = os.getpid() != _PID  # with objects and buffers that are the parent's too
         if not is_forked:
-            limit.run(gc.unfreeze)  # what the program has frozen may be files
+            limit.run(gc.unfreeze)  # frozen objects of the program may be files
         files = _open_files()
         _write_out_files([file for file in files if all(map(_is_standard, _layers(file)))], limit)
         if not is_forked:
@@ -246,7 +246,6 @@ class _StepLimit:
         _exit(self.code)
 
     def run(self, function: Callable[..., object], *args: object) -> None:
-        """Run a step."""
         _try(function, *args)
         if self._step_has_ended.locked():
             self._step_has_ended.release()
@@ -267,7 +266,7 @@ def _flush_standard_streams(limit: _StepLimit) -> bool:
 
 
 def _flush(file: Any) -> None:
-    """Write out what a file holds, but once only if that fails."""
+    """Write out the buffer of a file, but once only if that fails."""
     if any(file is other for other in _failed):
         return
     try:
@@ -278,7 +277,7 @@ def _flush(file: Any) -> None:
 
 
 def _release_main() -> None:
-    """Drop the main module and what only it refers to: files, temporary ones, `__del__`."""
+    """Drop the main module with all that only it holds: files, temporary ones, `__del__`."""
     import gc
 
     for name in ("exc", "type", "value", "traceback"):
@@ -344,7 +343,6 @@ def _is_busy(file: object) -> bool:
 
 
 def _is_standard(file: object) -> bool:
-    """Whether the code of a file is the standard library's."""
     return str(type(file).__module__).partition(".")[0] in sys.stdlib_module_names
 
 
@@ -398,7 +396,7 @@ def _is_regular(file: Any) -> bool | None:
 
 
 def _flush_c_streams() -> None:
-    """Write out what C code has printed; `os._exit` does not."""
+    """Write out the output of C code, which `os._exit` does not."""
     standard_library = os.path.dirname(os.__file__)
     # Not `module.__file__`: a module may make its attributes.
     names = (getattr(module, "__dict__", {}) for module in [*sys.modules.values()])

@@ -24,11 +24,9 @@ class PendingChange:
     reason: str
     """Which nodes are about to take part."""
     deadline: float
-    """Unix seconds, as of `time.time()`, at which the workers are stopped.
-
-    A further joiner postpones that; if it fills the job, they are stopped at once.  With
-    `scale_up="checkpoint"` they are stopped earlier if all of them agree.
-    """
+    """Unix seconds, as of `time.time()`, at which the workers are stopped.  A further joiner
+    postpones that; if it fills the job, they are stopped at once.  With `scale_up="checkpoint"`
+    they are stopped earlier if all of them agree."""
     number: int = 0
     """The same until the change is withdrawn, also when a further joiner postpones it."""
 
@@ -77,8 +75,7 @@ def agree_to_change() -> bool:
 def write_pending_change(path: str, change: PendingChange | None) -> None:
     """Show a change in the file at `path`, in one step, or remove the file; none if it is empty.
 
-    Raises:
-        OSError: the file cannot be written.
+    OSError: the file cannot be written.
     """
     if not path:
         return

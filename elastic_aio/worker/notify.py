@@ -1,9 +1,9 @@
-"""What a worker reports to its launcher: that it is ready, alive, and how far its work is.
+"""The reports of a worker to its launcher: that it is ready, alive, and how far its work is.
 
 A message is one datagram with lines of the form `KEY=value`, sd_notify(3)'s and a few more (the
-launcher's reader is `watch.deadlines`).  It goes to the socket that the worker has inherited
-as `ELASTIC_AIO_NOTIFY_FD`; a process that has not inherited it, but the variable, sends to the
-address in `NOTIFY_SOCKET`.  Without either, nothing is sent: a script also runs by itself.
+launcher's reader is `watch.deadlines`).  It goes to the socket that the worker has inherited as
+`ELASTIC_AIO_NOTIFY_FD`; a process that has not inherited it, but the variable, sends to the address
+in `NOTIFY_SOCKET`.  Without either, nothing is sent: a script also runs by itself.
 
 The sockets do not block: a message that the kernel does not take is dropped.  Only the begin and
 the end of a phase, and an agreement, wait, for a second at most: they change what follows.
@@ -25,10 +25,7 @@ _TEXT_MAX = 1000
 
 
 def ready(status: str = "") -> bool:
-    """Report that this worker has started up (`READY=1`).
-
-    Args:
-        status: what it does now, for people.
+    """Report that this worker has started up (`READY=1`), with a `status` for people.
 
     Returns:
         Whether the launcher gets the message; False outside of a job.
@@ -37,19 +34,15 @@ def ready(status: str = "") -> bool:
 
 
 def heartbeat(status: str = "") -> bool:
-    """Report that this worker is alive (`WATCHDOG=1`); the other messages say so too.
+    """Report that this worker is alive (`WATCHDOG=1`), with a `status` for people.
 
-    Args:
-        status: what it does now, for people.
-
-    Returns:
-        Whether the launcher gets the message; False outside of a job.
+    The other messages say so too.  Returns as `ready`.
     """
     return send("WATCHDOG=1", *_status(status))
 
 
 def progress(step: int | str, *, total: int | None = None, status: str = "") -> bool:
-    """Report the present step of this worker (`PROGRESS=step`).
+    """Report the present step of this worker (`PROGRESS=step`); returns as `ready`.
 
     Call it in each step: it takes some microseconds, and never waits.
 
@@ -57,9 +50,6 @@ def progress(step: int | str, *, total: int | None = None, status: str = "") -> 
         step: the number of the step, or another text that changes with it.
         total: how many steps there are, for people.
         status: what it does now, for people.
-
-    Returns:
-        Whether the launcher gets the message; False outside of a job.
     """
     text = _line(step) if total is None else f"{_line(step)}/{total}"
     return send(f"PROGRESS={text}", *_status(status))
@@ -68,8 +58,8 @@ def progress(step: int | str, *, total: int | None = None, status: str = "") -> 
 class phase:  # used like a function, as `contextlib.suppress`
     """A part of this worker's work, such as a checkpoint; a context manager.
 
-    With a `timeout`, the part has to end within that time, and meanwhile the other deadlines of
-    the worker do not count.
+    With a `timeout`, the part has to end within that time, in which the other deadlines of the
+    worker do not count.
     """
 
     def __init__(self, name: str, timeout: float | None = None) -> None:
@@ -91,7 +81,6 @@ class phase:  # used like a function, as `contextlib.suppress`
         return f"<phase {self.name!r}>"
 
     def __enter__(self) -> phase:
-        """Begin the phase."""
         lines = [f"PHASE={_line(self.name)}"]
         if self.timeout is not None:
             lines.append(f"PHASE_TIMEOUT_USEC={max(1, int(self.timeout * 1e6))}")
@@ -99,7 +88,6 @@ class phase:  # used like a function, as `contextlib.suppress`
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the phase."""
         send(f"PHASE_END={_line(self.name)}", patience_ms=PATIENCE_MS)
 
 

@@ -28,9 +28,9 @@ def record(function: Function) -> Function:
 
     Compatible with torch's `record`.  An Exception is written to the file that
     `TORCHELASTIC_ERROR_FILE` names, and raised again; of a `JobFailed`, where the function is
-    itself a launcher, the error file of the root cause is passed on.  `SystemExit(0)` becomes
-    a normal return; other exits and KeyboardInterrupt are not recorded.  The function may be
-    `async def`.
+    itself a launcher, the error file of the root cause is passed on.  `SystemExit(0)` becomes a
+    normal return; other exits and KeyboardInterrupt are not recorded.  The function may be `async
+    def`.
     """
     return called_within(_Recording(), function)
 
@@ -85,10 +85,9 @@ def _record(error: Exception, path: str) -> None:
 
 
 def record_end(error: Exception, path: str) -> None:
-    """Write the error file of what has ended a script, unless it may say why already.
+    """Write the error file of an error that ended a script, unless it may say why already.
 
-    Raises:
-        OSError: the file cannot be written.
+    OSError: the file cannot be written.
     """
     write_error_file(worker_error(error, path), keeps_reason=True)
 

@@ -49,7 +49,7 @@ def run_as_interpreter(arguments: list[str]) -> int:
 
 
 def first_path(arguments: list[str]) -> list[str]:
-    """Return what the interpreter puts in front of `sys.path` for a script or a module."""
+    """Return the entry that the interpreter puts in front of `sys.path` for a script or module."""
     is_module = arguments[0] == "-m"
     path = _absolute("" if is_module else arguments[0])
     if not is_module and _has_importer(path):

@@ -1,15 +1,13 @@
 """`expires`: a deadline for a block of a worker's code, kept by the launcher.
 
-The launcher makes a named pipe, whose path is in `TORCHELASTIC_TIMER_FILE`.  A worker
-acquires and releases timers by lines of JSON, torch's (`FileTimerClient`)::
+The launcher makes a named pipe, whose path is in `TORCHELASTIC_TIMER_FILE`.  A worker acquires and
+releases timers by lines of JSON, torch's (`FileTimerClient`)::
 
     {"version": 1, "pid": 7, "scope_id": "step", "expiration_time": 1700000060.0, "signal": 9}
 
-A negative time releases the timer.  `acquired`, which torch does not send, is the time of
-the request: with it the launcher knows the age of a timer however late it reads.
-
-The pipe is opened and closed for each message, which has at most PIPE_BUF bytes, so that it
-is written whole.
+A negative time releases the timer.  `acquired`, which torch does not send, is the time of the
+request: with it the launcher knows the age of a timer however late it reads.  The pipe is opened
+and closed for each message, which is written whole: it has at most PIPE_BUF bytes.
 """
 
 from __future__ import annotations
@@ -58,7 +56,6 @@ class Timer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Release the timer."""
         try:
             self._send(-1.0, 0)
         except OSError:
@@ -89,16 +86,13 @@ class Timer:
 def expires(seconds: float, scope: str | None = None) -> Timer:
     """Return a context manager for a block that has to end within `seconds`.
 
-    If it does not, the launcher kills this process, by SIGKILL.  That is a failure of the
-    worker, so the restart policy applies; its message names the timer.  A block inside with
-    the same scope restarts the timer, and its end releases it.
+    If it does not, the launcher kills this process, by SIGKILL.  That is a failure of the worker,
+    so the restart policy applies; its message names the timer.  A block inside with the same scope
+    restarts the timer, and its end releases it.  `scope` is the name of the timer, by default the
+    file and the line of the caller.
 
     The launcher must have been started with `LaunchSpec(timers=True)`, or with
     `TORCHELASTIC_ENABLE_FILE_TIMER=1` on the command line.
-
-    Args:
-        seconds: how long the block may take.
-        scope: name of the timer; None is the file and the line of the caller.
 
     Raises:
         HostError: the launcher keeps no timers, or does not listen.

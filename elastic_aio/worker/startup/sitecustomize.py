@@ -1,18 +1,18 @@
 """Lets a script record the exception that ends it, and offer its stacks, by itself.
 
 A worker whose stderr is a terminal, or that has deadlines, starts with this directory in front of
-PYTHONPATH, so that `site` imports this module before the script. It first undoes what led to it:
-the script finds the variable, `sys.path` and `sys.modules` as without it, and so do the processes
-that it starts; a `sitecustomize` of its own is imported in this one's place.
+PYTHONPATH, so that `site` imports this module before the script.  The module first undoes that: the
+script finds the variable, `sys.path` and `sys.modules` as without it, and so do the processes that
+it starts; a `sitecustomize` of its own is imported in this one's place.
 
-`sys.excepthook` stays as it is, since a script may look at it.  The interpreter itself stores
-an exception that nothing has caught (`sys.last_value`) before it ends: an exit hook, which is
-the last one to run, writes that to the error file.  Others store exceptions there that they have
-caught (pytest, `code`): those have no frame of the script's module, where an exception that
-nothing catches ends.
+`sys.excepthook` stays as it is, since a script may look at it.  The interpreter itself stores an
+exception that nothing has caught (`sys.last_value`) before it ends: an exit hook, which is the last
+one to run, writes that to the error file.  Others store exceptions there that they have caught
+(pytest, `code`): those have no frame of the script's module, where an exception that nothing
+catches ends.
 
-The interpreter may be any, also one without this package: nothing here is new, and a problem
-leaves no more than the error file out.
+The interpreter may be any, also one without this package: nothing here is new, and a problem leaves
+no more than the error file out.
 """
 
 import os
