@@ -1,4 +1,4 @@
-"""What the clients of all engines share: settings, leases, retention, and the end."""
+"""The common part of the clients of engines: settings, leases, retention, and the end."""
 
 from __future__ import annotations
 

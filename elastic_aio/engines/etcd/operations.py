@@ -4,7 +4,7 @@ Each operation is a generator: it yields requests, is sent their replies, and re
 change is one transaction, so it is made whole or not at all.  Keys, under the key prefix of the
 store::
 
-    /<key>                  a value: the key is that of the wire protocol, with its slash
+    /<key>                  a value: the key as in the wire protocol, with its slash
     \\0queue/<key>\\0f<id>    an item of a queue that was returned to its front
     \\0queue/<key>\\0i<id>    another item; the items are ordered by their create revisions
     \\0deleted               written by every transaction that deletes values
@@ -199,7 +199,7 @@ class Operations:
         return [self.keys.key(found.key) for found in reply.kvs]
 
     def list_branches(self, begin: bytes) -> Operation:
-        """Return what follows `begin` in the keys, up to a slash: one request for each."""
+        """Return the names between `begin` and a slash in the keys: one request for each."""
         names: list[bytes] = []
         place, end = self.keys.values(begin)
         while True:

@@ -46,7 +46,7 @@ class Request(Struct, frozen=True):
     kind: type[Reply]
     is_repeatable: bool = True
     operation: dict[str, Any] | None = None
-    """The same in a transaction, of one key or range; None for what is sent alone."""
+    """The same in a transaction, of one key or range; None for a request that is sent alone."""
 
     @property
     def key(self) -> tuple[bytes, bytes]:
@@ -189,7 +189,7 @@ class _Error(Struct, frozen=True):
 
 
 class Fault(Enum):
-    """What an error of etcd means for the request."""
+    """The meaning of an error of etcd for the request."""
 
     NOT_DONE = "etcd has not carried it out, and may do so later"
     UNKNOWN = "etcd may have carried it out"

@@ -223,7 +223,7 @@ class RedisConnection:
             waiting.set_result(reply)
 
     async def read_server(self) -> None:
-        """Keep what INFO says of the server, or raise as `check_server`."""
+        """Keep the facts of INFO about the server, or raise as `check_server`."""
         # Sections, since the whole is long.
         sections = (b"server", b"replication", b"persistence", b"memory")
         asked: list[Any] = await asyncio.gather(

@@ -186,7 +186,7 @@ class RedisLink(EngineLink[RedisConnection]):
 
 
 class KnownHistory(Struct):
-    """What a client knows of the store's history: see `script`."""
+    """The store's history as a client knows it: see `script`."""
 
     id: bytes = b""
     epoch: bytes = b""
@@ -274,13 +274,13 @@ class RedisRequests:
                 return found
 
     def continue_from(self, former: RedisRequests) -> None:
-        """Know what a former client knew; what is on the way from that has no effect any more."""
+        """Take over a former client's knowledge; its requests under way have no effect."""
         self.known, self.client = former.known, former.client
         self._runs = former._runs
         self._link.opened = former._link.opened
 
     def _learn(self, found: KnownHistory) -> None:
-        """Keep what a reply says; replies of two connections may overtake each other."""
+        """Keep the facts of a reply; replies of two connections may overtake each other."""
         known = self.known
         if (known.id, known.epoch) == (found.id, found.epoch):
             known.revision = max(known.revision, found.revision)

@@ -16,8 +16,8 @@ queue.  Every run of the script first ends the leases whose deadline has passed,
 key of an expired lease.
 
 A client numbers its connections, and the script carries out nothing of a connection that the client
-has given up and reads no reply from: what the network or a proxy has held back never replaces a
-later change.
+has given up and reads no reply from: a request that the network or a proxy held back never
+replaces a later change.
 
 The time of leases stands still while the server serves no client: after a pause of more than half
 its time to live a lease is prolonged, since its holder could not renew it.

@@ -205,7 +205,7 @@ class RedisStore(EngineClient):
         return self._touched_at + min(filter(None, delays))
 
     async def _renew(self) -> None:
-        """Renew the leases, and end those of other clients that have expired.
+        """Renew the leases, and end expired leases of other clients.
 
         A client without a lease does so too: the time of leases stands still otherwise.
         """
