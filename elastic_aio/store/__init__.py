@@ -1,6 +1,6 @@
 """A key-value store over TCP: server and client of torch's TCPStore protocol, on asyncio.
 
-`StoreServer` serves torch's clients and those of `connect`; `MemoryStore` is the same store without
+`StoreServer` serves the clients of torch and of `connect`; `MemoryStore` is the same store without
 a network.  Between processes of this package a `Store` also has leases (keys that are deleted when
 their holder fails) and watches (the changes of keys).
 

@@ -76,7 +76,7 @@ class ReplyQueue:
     def __init__(self, buffers: Buffers) -> None:
         self._buffers = buffers
         self._pieces: deque[bytes] = deque()
-        self._block = bytearray()  # what follows the pieces
+        self._block = bytearray()  # the bytes after the pieces
         self._sent = 0
         self.size = 0
 
@@ -140,7 +140,7 @@ _OF_MANY: Final = (wire.CHECK, wire.WAIT, wire.MULTI_GET, wire.MULTI_SET, wire.L
 """Requests that `_serve_many` serves."""
 
 _IDENTIFYING: Final = (wire.RESERVED_KEY,)
-"""What a CHECK asks for whose reply, READY, identifies this server to its clients."""
+"""Keys of a CHECK whose reply, READY, identifies this server to its clients."""
 
 # For the many watches of one change, one after another.
 _encode_change = lru_cache(maxsize=1)(replies.encode_change)
@@ -289,7 +289,7 @@ class Service:
             connection.flush()
 
     def _work_later(self) -> None:
-        """Carry out some of what was left for later; when nothing is, serve who caused it."""
+        """Carry out some of the work left for later; after the last, serve its causers."""
         self._has_later = False
         if not self.keyspace.work.step():
             postponed, self.postponed = self.postponed, []
@@ -427,7 +427,6 @@ class Connection(asyncio.Protocol, Client):
         return requests
 
     def _end_handshake(self) -> None:
-        """End the handshake, and its deadline, if it is complete."""
         if self.is_authenticated and self._reader.is_opened:
             self.is_in_handshake = False
             self._cancel_deadline()
@@ -717,7 +716,7 @@ class Connection(asyncio.Protocol, Client):
             for keys in parts:
                 count += keys
                 if count >= KEYS_AT_ONCE or work.left <= 0:
-                    # What it has caused comes first.
+                    # The work that it has caused comes first.
                     service, is_spent = self.service, work.left <= 0
                     proceed = service.postponed.append if is_spent else service.loop.call_soon
                     proceed(partial(self._read_part, parts, tag))
@@ -942,7 +941,7 @@ class Connection(asyncio.Protocol, Client):
             self.service.on_drop(Dropped(peer, reason, is_refusal))
 
     def _discard(self) -> None:
-        """Serve this connection no more; free what is held for it."""
+        """Serve this connection no more; free the bytes held for it."""
         self.is_gone = True
         self._cancel_deadline()
         self._account_partial(0)

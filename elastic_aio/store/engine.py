@@ -56,7 +56,7 @@ class EngineStore(Store):
         return b""
 
     def continue_from(self, former: EngineStore) -> None:  # most need nothing
-        """Take over what a former store of this client knows of the changes; before `open`."""
+        """Take over the knowledge of changes from a former store of this client; before `open`."""
 
     @abc.abstractmethod
     async def list_runs(self, begin: str) -> list[str]:

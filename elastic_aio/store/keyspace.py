@@ -130,7 +130,7 @@ class Waiter:
 
 
 class WaitTable:
-    """All pending waits of one store, oldest first; a wait records what is missing as it begins."""
+    """All pending waits of one store, oldest first; a wait records its missing keys at first."""
 
     def __init__(
         self,
@@ -708,7 +708,7 @@ class Keyspace:
     """The contents of one store, and the waits, leases and watches of its clients."""
 
     def __init__(self, limits: KeyspaceLimits | None = None, work: Work | None = None) -> None:
-        """Begin empty; what operations leave for later is in `work`."""
+        """Begin empty; `work` has all that operations leave for later."""
         self.work = work = work or Work()
         self._limits = limits = limits or KeyspaceLimits()
         self._values: dict[bytes, bytes] = {}
@@ -1061,7 +1061,6 @@ class Keyspace:
             self._on_written(key, value)
 
     def _collect(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Return the values of keys that all have one."""
         return self._checked_reply([self._values[key] for key in keys])
 
     def _check_items(self, count: int) -> None:
@@ -1093,7 +1092,6 @@ class Keyspace:
         return queue
 
     def _dequeue(self, key: bytes) -> bytes:
-        """Take the oldest item of a queue that is not empty."""
         queue = self._queues[key]
         item = queue.popleft()
         self.usage.left += ENTRY + len(item)

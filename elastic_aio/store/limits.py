@@ -1,4 +1,4 @@
-"""Limits on what the clients of a store may occupy, and the account of what they do.
+"""Limits on what the clients of a store may occupy, and the account of their work.
 
 Sizes are estimates from above: each entry counts for more than its bytes (`ENTRY` and the
 like), because a million small keys occupy far more memory than their text.
@@ -178,7 +178,7 @@ class Work:
         self.spend(0)
 
     def step(self) -> bool:
-        """Carry out some of what was left for later, all in turn; return whether there is more."""
+        """Carry out some of the work left for later, all in turn; return whether more is left."""
         self.begin()
         while self.later and self.left > 0:
             self.run(self.later.popleft())

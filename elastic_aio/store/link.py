@@ -128,11 +128,10 @@ class Link(asyncio.Protocol):
     async def call(self, op: int, key: bytes, argument: Any) -> Any:
         """Carry out a request.
 
-        Cancellation: withdraws a wait; an item popped before is put back.
+        LinkLost: the connection has ended; a change may have been made.  StoreRefused: the server
+        refuses the request, or has no such operation.
 
-        Raises:
-            LinkLost: the connection has ended; a change may have been made.
-            StoreRefused: the server refuses the request, or has no such operation.
+        Cancellation: withdraws a wait; an item popped before is put back.
         """
         raise NotImplementedError
 
@@ -140,7 +139,7 @@ class Link(asyncio.Protocol):
         raise NotImplementedError
 
     def _send(self, frame: bytes) -> None:
-        """Send a frame: at once if one task uses the link, else with those of other tasks."""
+        """Send a frame: at once if one task uses the link, else with frames of other tasks."""
         if self.ended.done():
             raise LinkLost(self.ended.result())
         if self._transport.is_closing():
@@ -154,7 +153,7 @@ class Link(asyncio.Protocol):
             self._transport.write(frame)
 
     def _send_later(self, frame: bytes) -> None:
-        """Send a frame with those that follow in this iteration of the loop."""
+        """Send a frame with later frames of this iteration of the loop."""
         self._unsent.append(frame)
         self._loop.call_soon(self._flush)
 
@@ -604,14 +603,11 @@ def client_context(tls: TlsSpec | None) -> TlsContext | None:
 async def open_link(options: LinkOptions, sock: socket.socket | None = None) -> Link:
     """Connect, identify the server, and return a link in its dialect; the caller bounds the time.
 
-    `sock` is a connected socket to use instead, which the link owns from now on.
+    `sock` is a connected socket to use instead, which the link owns from now on.  OSError: the
+    connection fails.  LinkLost: the peer closed it.  StoreRefused: the peer is not a store, or has
+    another token.
 
     Cancellation: closes the connection.
-
-    Raises:
-        OSError: the connection fails.
-        LinkLost: the peer closed the connection.
-        StoreRefused: the peer is not a store, or has another token.
     """
 
     async def open_further() -> PlainLink:

@@ -202,7 +202,7 @@ def encode_snapshot(snapshot: WatchSnapshot) -> bytes:
 
 
 def encode_head(op: int, reply: Any) -> bytes:
-    """Return what precedes the items of a reply to LIST_KEYS, or of the first one of a watch."""
+    """Return the bytes before the items of a reply to LIST_KEYS or of a watch's first message."""
     if op == wire.LIST_KEYS:
         return U64.pack(len(reply))
     kind = _SNAPSHOT_WHOLE if reply.is_whole else _SNAPSHOT_CONTINUED
@@ -210,7 +210,7 @@ def encode_head(op: int, reply: Any) -> bytes:
 
 
 def encode_items(op: int, items: Iterable[Any]) -> bytes:
-    """Return some names of a reply to LIST_KEYS, or some pairs of the first one of a watch."""
+    """Return some names of a reply to LIST_KEYS, or some pairs of a watch's first message."""
     return _joined(items if op == wire.LIST_KEYS else [item for pair in items for item in pair])
 
 

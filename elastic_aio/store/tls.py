@@ -258,8 +258,8 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
 
     The protocol's `connection_made` comes with the connection, which so counts, and has its
     deadline, from its first byte.  What it writes before the end of the handshake is sent after it.
-    The layer has neither buffer nor flow control: it decrypts and delivers what arrives at once,
-    and encrypts and passes on what is written.
+    The layer has neither buffer nor flow control: data is decrypted and delivered, or encrypted and
+    passed on, at once.
     """
 
     def __init__(

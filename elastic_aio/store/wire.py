@@ -71,11 +71,11 @@ WATCH_PREFIX: Final = 0x8E
 OPENING: Final = struct.pack("<BI", VALIDATE, MAGIC)
 
 TLS_ALERT: Final = bytes((21, 3, 3, 0, 2, 2, 10))
-"""What a server with TLS sends to a client without: the fatal alert unexpected_message."""
+"""A server with TLS sends to a client without: the fatal alert unexpected_message."""
 TLS_HANDSHAKE: Final = bytes((22, 3))
 """How a client with TLS begins."""
 NOT_TLS: Final = b"the store does not speak TLS\n"
-"""What a server without TLS sends to it: no record of TLS begins like this."""
+"""The answer of a server without TLS: no record of TLS begins like this."""
 
 # Shapes of requests.  KEY_n is a key and n values; from KEYS on the key itself is empty, and
 # from NOTHING on the size is fixed.
@@ -185,7 +185,7 @@ def token_proof(token: str, role: bytes, transcript: bytes) -> bytes:
 
 
 def is_proof(proof: bytes, token: str, role: bytes, transcript: bytes) -> bool:
-    """Return, in constant time, whether `proof` is what `token_proof` returns."""
+    """Return, in constant time, whether `proof` is the result of `token_proof`."""
     import hmac
 
     return hmac.compare_digest(proof, token_proof(token, role, transcript))
