@@ -1,7 +1,4 @@
-"""The environment of a worker: its ranks, the job and the master's address.
-
-The variables are those of torch.distributed.elastic.
-"""
+"""The environment of a worker, with torch's variables: its ranks, the job and the master."""
 
 from __future__ import annotations
 

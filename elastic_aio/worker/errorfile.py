@@ -147,10 +147,7 @@ def render_error_file(error: WorkerError) -> bytes:
 
 
 def with_exit_code(content: bytes, exit_code: int) -> bytes:
-    """Return an error file with the exit code added, as torch's launcher passes it on.
-
-    ValueError: the content is not an error file.
-    """
+    """Return an error file with the exit code added, as torch does; ValueError: it is none."""
     try:
         document = json.loads(content)
         if isinstance(document, dict) and isinstance(document.get("message"), dict) and exit_code:

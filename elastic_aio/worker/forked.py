@@ -28,7 +28,7 @@ def run_forked(
     """Run a forked worker to its end, in `cwd` (None: the parent's) and with `env`.
 
     The caller's frames belong to the parent: `detach` drops what the worker has of the parent's
-    own. `streams` are descriptors that become 0, 1 and 2; the parent's numbers stay open.  `call`
+    own.  `streams` are descriptors that become 0, 1 and 2; the parent's numbers stay open.  `call`
     returns the exit code.
     """
     code = 1

@@ -26,10 +26,7 @@ def run_script(path: str, *args: str) -> None:
 
 
 def run_as_interpreter(arguments: list[str]) -> int:
-    """Run a script or a module like the interpreter; return the exit code.
-
-    The arguments are a script's path, or `-m` and a module's name; then its arguments.
-    """
+    """Run a script, or `-m` and a module, as the interpreter does; return the exit code."""
     interpreter.offer_stacks()
     try:
         _run(arguments)
