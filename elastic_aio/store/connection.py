@@ -251,10 +251,7 @@ class Service:
                 connection.on_host_admitted()
 
     def answer_proof(self, message: bytes, nonce: bytes | None) -> bytes | None:
-        """Return this server's proof; None if `message`, the client's nonce and proof, is wrong.
-
-        `nonce` is this server's.
-        """
+        """Return the proof of this server (`nonce`); None if `message`, the client's, is wrong."""
         if self.token is None or nonce is None:
             return None
         transcript = self.instance + nonce + message[: wire.NONCE_SIZE]

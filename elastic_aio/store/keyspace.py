@@ -992,7 +992,7 @@ class Keyspace:
     ) -> Generator[int, None, WatchSnapshot]:
         """Begin a watch as `watch` does, in parts; each yields the number of its keys.
 
-        The watch begins with the last part: the snapshot has the changes made between the parts.
+        The watch begins with the last part; its snapshot has the changes between the parts.
         """
         snapshot = self.watches.begin(client, tag, key, is_prefix, last_revision)
         values = self._values
@@ -1022,10 +1022,7 @@ class Keyspace:
         return WatchSnapshot(True, snapshot.revision, present.pairs.items())
 
     def forget(self, client: Client, now: float) -> bool:
-        """Remove some of a client whose connection has ended; return whether it has more.
-
-        Its leases and watches may linger.
-        """
+        """Remove some of a client whose connection has ended; return whether it has more."""
         self.work.begin()
         self.watches.forget(client, now)
         has_more = self.leases.forget(client, now)

@@ -140,10 +140,7 @@ class Usage:
 
 
 class Work:
-    """The work that operations cause beside their replies, such as notifications.
-
-    Work is counted, not timed, so that the same requests are always divided alike.
-    """
+    """The work of operations beside replies; counted, not timed: equal requests divide alike."""
 
     def __init__(self, at_once: int = WORK_AT_ONCE) -> None:
         """Carry out `at_once` units before the rest is left for later."""
