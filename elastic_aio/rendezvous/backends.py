@@ -1,8 +1,7 @@
 """Rendezvous backends by name: built-in ones, and plug-ins by entry point.
 
-A plug-in is a callable with the arguments of `make_rendezvous` that returns a
-`Rendezvous`; its settings are in `spec.rendezvous.conf`.  It is registered in the
-entry-point group `elastic_aio.rendezvous`::
+A plug-in is a callable with the arguments of `make_rendezvous` that returns a `Rendezvous`; its
+settings are in `spec.rendezvous.conf`.  Its entry-point group is `elastic_aio.rendezvous`::
 
     [project.entry-points."elastic_aio.rendezvous"]
     by_mail = "my_package.mail:make_rendezvous"

@@ -1,8 +1,8 @@
 """The interface between an agent and a rendezvous backend: instructions and reports.
 
-The rendezvous instructs the agent to start a round, to stop one, or to end the job;
-the agent reports the state of its workers.  Both send frozen values and never wait for
-each other.  Each value names its round, so that a late one can be dropped.
+The rendezvous instructs the agent to start a round, to stop one, or to end the job; the agent
+reports the state of its workers.  Both send frozen values and never wait for each other.  Each
+value names its round, so that a late value can be dropped.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ NODES_NOT_REPLACED = 69
 """Exit code of a job that has lost nodes which were not replaced: EX_UNAVAILABLE."""
 
 CUT_OFF_GRACE = 0.1
-"""Seconds between the first signal and SIGKILL on a node that is cut off; for the bounds, see
-`elastic_aio.rendezvous.formation`.
-"""
+"""Seconds between the first signal and SIGKILL on a cut-off node; bounds: see `formation`."""
 
 
 def rendezvous_failure(why: str, cause: EndCause | None = None) -> JobOutcome:
@@ -73,7 +71,7 @@ class Placement(Struct, frozen=True, gc=False):
 
     @property
     def round_id(self) -> tuple[int, str]:
-        """What distinguishes its round from every other one."""
+        """The number of its round, and which coordinator formed it: no other round has both."""
         return self.round, self.formed_by
 
 
@@ -99,7 +97,7 @@ class RestartCause(Struct, frozen=True, gc=False):
 
 
 class StartRound(Struct, frozen=True, tag=True, gc=False):
-    """Start the workers of the round of `placement`, after stopping those of an earlier one.
+    """Stop the workers of an earlier round, then start those of `placement`'s round.
 
     `cause` is None for the first attempt.
     """
@@ -129,8 +127,8 @@ class RestartPending(Struct, frozen=True, tag=True, gc=False):
 class ChangePending(Struct, frozen=True, tag=True, gc=False):
     """Another round is to replace `round` in `time_left` seconds, because of `why`.
 
-    The workers run on until then.  None: it is not to, because of `why`.  The one sent last counts,
-    until the round is stopped.  `number` stays the same until the change is withdrawn.
+    The workers run on until then.  `time_left` None: the change is withdrawn.  The last instruction
+    counts, until the round is stopped.  `number` stays the same until the change is withdrawn.
     """
 
     round: int
@@ -140,10 +138,7 @@ class ChangePending(Struct, frozen=True, tag=True, gc=False):
 
 
 class PeersFinished(Struct, frozen=True, tag=True, gc=False):
-    """Other nodes of `round` have succeeded, of which all `workers` have exited with 0.
-
-    The first of these nodes did so `ago` seconds before.
-    """
+    """Other nodes of `round` have succeeded, the first `ago` seconds before; they had `workers`."""
 
     round: int
     workers: int
@@ -177,13 +172,12 @@ class RoundFailing(Struct, frozen=True, gc=False):
 class RoundStopped(Struct, frozen=True, gc=False):
     """No process of `round` is left on this node.
 
-    `failures` are those of this node's workers, the root cause first; empty after a
-    plain stop.  `is_permanent`: another attempt cannot succeed, because of
-    `permanent_reason` (a program that does not exist, a process that cannot be killed).
-    `exit_code` is what the launcher exits with if the job ends.  `runtime` is how many
-    seconds the workers ran.  `first_success` is the rank of the first worker that exited
-    with 0 by itself, and when, in Unix seconds; None if none did.  `may_be_leaving`: a SIGTERM
-    to the whole node may have ended them.
+    `failures` are those of this node's workers, the root cause first; empty after a plain stop.
+    `is_permanent`: another attempt cannot succeed, because of `permanent_reason` (a program that
+    does not exist, a process that cannot be killed).  `exit_code`: of the launcher if the job ends.
+    `runtime`: seconds that the workers ran.  `first_success`: rank of the first worker that exited
+    with 0 by itself, and the time in Unix seconds; None without such a worker.  `may_be_leaving`: a
+    SIGTERM to the whole node may have ended the workers.
     """
 
     round: int
@@ -249,8 +243,7 @@ class AgentPort(Protocol):
     def reserve_master_port(self, address: str) -> int:
         """Return the port at `address` that is reserved for the next round's workers.
 
-        The port stays the same until `on_instruction` takes a `StartRound` with group
-        rank 0; from then on it is another one, for the round after that.
+        `on_instruction` uses it up by a `StartRound` with group rank 0; then there is another one.
         """
 
 
@@ -259,10 +252,7 @@ class Rendezvous(abc.ABC):
 
     @property
     def job(self) -> str:
-        """What all nodes of this job, and no other jobs of its run id, have in common.
-
-        Empty before that is known, or where it never is: the default.
-        """
+        """The id of this job on all nodes, but of no other job of its run id; empty until known."""
         return ""
 
     @abc.abstractmethod
@@ -282,7 +272,7 @@ class Rendezvous(abc.ABC):
         """Send the state of this node's workers to the other nodes; never blocks."""
 
     def abandoned(self) -> Awaitable[None] | None:
-        """Return what ends when the other nodes are known to go on without this one.
+        """Return an awaitable that ends once the other nodes are known to go on without this node.
 
         Called after this node's success, where it waits for them without a limit.  None, the
         default: that is never known.
@@ -292,10 +282,10 @@ class Rendezvous(abc.ABC):
         return None
 
     async def wait_unneeded(self) -> None:  # noqa: B027  # not every backend serves a store
-        """Wait while other nodes' workers still need what this node serves to them.
+        """Wait while other nodes' workers still need a service of this node; by default not at all.
 
         Called after this node's success, once it waits no longer for its own sake, and when its
-        workers have ended by a stop.  The default returns at once.
+        workers have ended by a stop.
 
         Cancellation: happens when an instruction follows, or this node stops; after a stop, when
         its grace is over.
@@ -303,11 +293,11 @@ class Rendezvous(abc.ABC):
 
     @abc.abstractmethod
     async def leave(self, why: str) -> None:
-        """Leave; the other nodes continue without this one.
+        """Leave; the other nodes go on.
 
-        Returns once the last report has been written, within one second.  After
-        `EndJob` the node that hosts the store also waits (`close_timeout`) until the
-        other nodes have read it; calling `leave` again ends that wait.
+        Returns once the last report has been written, within one second.  After `EndJob` the node
+        that hosts the store also waits (`close_timeout`) until the other nodes have read it;
+        calling `leave` again ends that wait.
 
         Idempotent; safe to call again after cancellation.
         """
@@ -328,7 +318,7 @@ def restarting_event(cause: RestartCause) -> Restarting:
 
 
 def cause_event(cause: RestartCause, placement: Placement) -> Event:
-    """Return the event that says why an attempt follows another one."""
+    """Return the event with the reason for a later attempt."""
     if cause.root is not None or cause.is_requested:
         return restarting_event(cause)
     return MembershipChanged(

@@ -1,66 +1,61 @@
 """The coordinator of a job: decides who takes part in which round, and how the job ends.
 
-Pure.  Statuses of members and the time come in (see `CoordinatorState`), and `decide`
-returns effects, mostly orders.  A coordinator can be replaced at any moment, so it keeps
-nothing that its successor could not learn from the members, or, if the nodes of the last
-round are all gone, from the `RoundRecord` in the store.
+Pure.  Statuses of members and the time come in (see `CoordinatorState`), and `decide` returns
+effects, mostly orders.  A coordinator can be replaced at any moment, so it keeps nothing that its
+successor could not learn from the members, or, if the nodes of the last round are all gone, from
+the `RoundRecord` in the store.
 
 Rules
 =====
 
-* A round is a set of members with consecutive group ranks.  There is one round at a
-  time; the next one has a higher number.  It begins when every member has reported that
-  no worker of an earlier round is left, or, with `overlap`, after each member's own stop.
-* The first round is formed when the maximum of nodes has joined, or when there are
-  enough and the last call is over.  Later rounds are formed at once, unless joiners are
-  their only reason.
-* When a member of the round leaves or is lost before its workers have succeeded, the
-  remaining members and the waiting ones form another round.  If they are too few, they
-  stop their workers and wait.
-* Joiners below the maximum first probe whether they reach the other nodes, while the
-  round runs on; a joiner that fails in this costs nothing.  Those that succeed wait for
-  others, `scale_up_delay` from the latest of them, and the members of the round learn of it;
-  when all vacant places are filled, they wait no longer.  Above the maximum, and once a
-  member has succeeded, joiners stand by.
-* A failure on any member stops the round everywhere.  When all of its workers are gone,
-  the restart policy is consulted once, with the earliest failure.  Changes of the
-  membership cost no restart, but rounds that lose a node have a budget of their own.
+* There is one round at a time; the next has a higher number.  It begins when every member has
+  reported that no worker of an earlier round is left, or, with `overlap`, after each member's own
+  stop.
+* The first round is formed when the maximum of nodes has joined, or when there are enough and the
+  last call is over.  Later rounds are formed at once, unless joiners are their only reason.
+* When a member of the round leaves or is lost before its workers have succeeded, the remaining
+  members and the waiting ones form another round.  If they are too few, they stop their workers and
+  wait.
+* Joiners below the maximum first probe whether they reach the other nodes, while the round runs on;
+  a joiner that fails in this costs nothing.  Joiners that succeed wait for others, `scale_up_delay`
+  from the latest of them, and the members of the round learn of it; when all vacant places are
+  filled, the wait is over.  Above the maximum, and once a member has succeeded, joiners stand by.
+* A failure on any member stops the round everywhere.  When all of its workers are gone, the restart
+  policy is consulted once, with the earliest failure.  Changes of the membership cost no restart,
+  but rounds that lose a node have a budget of their own.
 * A member can request another round of the same members.  It costs no restart.
-* If a member of the round has left or was lost, the restart policy is not consulted: the
-  other members' failures are a consequence, even though they are reported first.  There
-  are two exceptions: a code of `never_on`, and a lost member that had acknowledged the
-  order to stop, so that it was alive after the failure.
-* A worker that was ended by SIGTERM may be the first sign of a node that leaves: the
-  signal reaches the worker before the agent.  Its failure is judged `LEAVING_S` later.
-* Members whose workers run learn, a second later, that another member has succeeded: their
-  workers may wait for one that has exited too early.
+* If a member of the round has left or was lost, the restart policy is not consulted: the other
+  members' failures are a consequence, even though they are reported first.  There are two
+  exceptions: a code of `never_on`, and a lost member that had acknowledged the order to stop, so
+  that it was alive after the failure.
+* A worker that was ended by SIGTERM may be the first sign of a node that leaves: the signal reaches
+  the worker before the agent.  Its failure is judged `LEAVING_S` later.
+* Members whose workers run learn, a second later, that another member has succeeded: their workers
+  may wait for one that has exited too early.
 * A joiner whose host has left soon after it joined stands by for a growing time.
-* When all members of the round have succeeded, or the policy grants no further
-  attempt, or nodes are missing for too long, the job ends with one outcome for all.
+* When all members of the round have succeeded, or the policy grants no further attempt, or nodes
+  are missing for too long, the job ends with one outcome for all.
 
 Waiting
 =======
 
-* No phase waits without an end.  Members obey their orders or count as lost, which is a
-  change of the membership (see `state`); all other waits have a time (see the table).
-* What is waited for is published: the nodes that are missing as `RoundForming`, the
-  delay as `Restarting`, everything else, once it takes long, as `RoundWaiting`.
+* No phase waits without an end.  Members obey their orders or count as lost, which is a change of
+  the membership (see `state`); all other waits have a time (see the table).
+* Each wait is published: for missing nodes as `RoundForming`, for the delay as `Restarting`, any
+  other wait, once it takes long, as `RoundWaiting`.
 
 Another coordinator
 ===================
 
-* It recovers the newest round that a member reports (see `formation`).
-* A predecessor's `StartRound` order may still be in flight.  A member that acts on it
-  diverges from the new coordinator's state; the new coordinator then forms another
-  round.
-* A restart that was announced to a member that is still present is not decided again,
-  but its delay begins anew.  A failure that no present member has seen or was notified
-  of costs no restart.
-* In a network partition each side may have a coordinator and a round.  When they meet
-  again, one round is recovered, and the members of the other are stopped and taken in.
-  Numbers of rounds, attempts and restarts continue from the highest that a member has
-  seen.
-* How many members have left after their success is sent to those that stay.  A member
+* It recovers the newest round that a member reports (see `formation`).  Numbers of rounds, attempts
+  and restarts continue from the highest that a member has seen.
+* A predecessor's `StartRound` order may still be in flight.  A member that acts on it diverges from
+  the new coordinator's state; the new coordinator then forms another round.
+* A restart that was announced to a member that is still present is not decided again, but its delay
+  begins anew.  A failure that no present member has seen or was notified of costs no restart.
+* In a network partition each side may have a coordinator and a round.  When they meet again, one
+  round is recovered.
+* The number of members that have left after their success is sent to those that stay.  A member
   that leaves while there is no coordinator counts as lost.
 
 ::
@@ -144,7 +139,7 @@ _SIGTERM_CODE = 143
 _FINISHED_S = 1.0
 """Seconds from the first success of a member until the others learn of it: most end together."""
 _MORE_FINISHED_S = 50.0
-"""Seconds until they learn of further ones: shortly before they report it."""
+"""Seconds until they learn of further successes: shortly before they report it."""
 
 
 def supervise(state: CoordinatorState) -> None:
@@ -196,11 +191,10 @@ def supervise(state: CoordinatorState) -> None:
 
 
 def _finished(state: CoordinatorState, running: list[MemberRecord]) -> tuple[int, float]:
-    """Return how many workers have finished elsewhere, as the members that run learn it.
+    """Return how many workers have finished elsewhere, and the seconds since the first success.
 
-    With the seconds since the first success.  From `_MORE_FINISHED_S` on, each order waits for
-    twice as long as the one before, so that they are few, however many members succeed one after
-    the other.
+    The members that run learn it.  From `_MORE_FINISHED_S` on, each order waits for twice as long
+    as the one before: they are few, even if many members succeed one after the other.
     """
     current = state.round
     if not running:
@@ -283,7 +277,6 @@ def _scale_up(state: CoordinatorState, active: list[MemberRecord], *, is_closing
 
 
 def _have_agreed(state: CoordinatorState, active: list[MemberRecord]) -> bool:
-    """Whether the workers of all members agree to the change that is pending."""
     change = state.round.pending
     if change is None or change.time_left is None:
         return False
@@ -312,11 +305,11 @@ def _announce_change(
     why: str,
     until: float,
 ) -> None:
-    """Announce the round that joiners wait for, or that there is none; a change of either again."""
+    """Announce the round that joiners wait for, or its withdrawal, and each change of either."""
     current = state.round
     former = pending = current.pending
     is_pending = any(one.status.is_change_pending for one in active)
-    if former is None:  # maybe that of another coordinator
+    if former is None:  # maybe another coordinator's
         number = max((one.status.change for one in active), default=-1) + (not is_pending)
     else:
         number = former.number + (bool(ready) and former.time_left is None)
@@ -333,7 +326,7 @@ def _announce_change(
         state.outbox.publish(pending_event(pending, current.attempt))
     for record in [*filter(state.has_placement, active), *ready]:
         is_concerned = record.status.is_change_pending or isinstance(record.sent, ChangePending)
-        # An order that was not seen is not replaced by one that does not state the same.
+        # An order that was not seen is not replaced by a different statement.
         is_unseen = isinstance(record.sent, MembersDone) and not record.has_acked
         if (ready or is_concerned) and not is_unseen:
             state.outbox.send(record, pending)
@@ -442,7 +435,7 @@ def decide_restart(state: CoordinatorState) -> None:
 def _root_cause_first(state: CoordinatorState, members: list[MemberRecord]) -> tuple[Failure, ...]:
     """Return the failures of a round, the farthest from the root cause last, the others by time.
 
-    The clocks of two hosts may be hours apart, and a status may be long on its way.
+    The clocks of two hosts may differ by hours, and a status may be long on its way.
     """
     gone = [one for one in state.round.gone.values() if state.has_placement(one)]
     offsets = clock_offsets([*state.members.values(), *gone], state.now)
@@ -468,7 +461,7 @@ def _with_early_success(
 ) -> Failure:
     """Return a failure, with a note if a worker of another node exited with 0 before it.
 
-    The one of its own node is in a note already.
+    A success on its own node is in a note already.
     """
     if early is own or early_at >= at or early.status.first_success is None:
         return failure
@@ -478,11 +471,7 @@ def _with_early_success(
 
 
 def _may_be_leaving(state: CoordinatorState, members: list[MemberRecord]) -> bool:
-    """Whether a node may be about to leave: SIGTERM may have ended a worker there just now.
-
-    A service manager sends the signal to all processes of a node.  The agent acts on it
-    some milliseconds after the worker.
-    """
+    """Whether SIGTERM may have ended a worker just now on a node that is about to leave."""
     current = state.round
     if current.stopped_at is None:
         current.stopped_at = state.now
@@ -522,7 +511,6 @@ def _consult_policy(state: CoordinatorState, action: RestartAction) -> None:
 
 
 def _runtime(state: CoordinatorState) -> float:
-    """Return how many seconds the workers of the round ran."""
     members = [one.status for one in state.active() if state.has_placement(one)]
     return max((status.runtime for status in members), default=0.0)
 
@@ -530,9 +518,8 @@ def _runtime(state: CoordinatorState) -> float:
 def _restart(state: CoordinatorState, cause: RestartCause) -> None:
     """Back off and announce the restart to all members.
 
-    Members keep the announcement in their status, so the next coordinator knows of it.
-    The restart is counted when the round begins: one that no member has seen can be
-    decided again.
+    Members keep the announcement in their status for the next coordinator.  The restart is counted
+    when the round begins: a restart that no member has seen can be decided again.
     """
     state.round.cause = cause
     state.round.wait_until = state.now + cause.delay
@@ -552,10 +539,7 @@ _STEPS: dict[CoordinatorPhase, Callable[[CoordinatorState], None]] = {
 
 
 def decide(state: CoordinatorState, now: float) -> list[CoordinatorEffect]:
-    """Return the effects to perform: at most one order for each member.
-
-    `now` is in monotonic seconds.
-    """
+    """Return the effects at `now` (monotonic seconds): one order for each member at most."""
     state.now = now
     for record, why in state.outbox.check(now):
         state.on_gone(record.member, now, is_lost=True, why=why)

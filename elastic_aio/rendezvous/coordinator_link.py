@@ -1,28 +1,27 @@
 """How the members at an engine notice the loss of each other at once.
 
-An engine ends the lease of a node that was killed only when its time to live has passed.
-Therefore the leader serves a small store of its own, and its `LeaderRecord` says where.
-Each other member connects to it, and holds a key there: the id of its lease on the engine.
-Neither heartbeats nor keepalive probes are sent: a router or a firewall that has forgotten an
-idle connection would answer one as the kernel answers for a process that has gone.  Each side
-notices that the kernel has closed the other's end.
+An engine ends the lease of a node that was killed only when its time to live has passed.  Therefore
+the leader serves a small store of its own, and its `LeaderRecord` says where.  Each other member
+connects to it, and holds a key there: the id of its lease on the engine.  Each side notices that
+the kernel has closed the other's end.  Neither heartbeats nor keepalive probes are sent: a router
+or a firewall that has forgotten an idle connection would answer them as the kernel answers for a
+process that has gone.
 
-* The leader ends the lease of a member on the engine when the connection of the member has
-  ended and was not resumed within `LEASE_LINGER`.  A member that goes to another leader, or
-  that closes its session for any other reason, deletes its key before.
+* The leader ends the lease of a member on the engine when the connection of the member has ended
+  and was not resumed within `LEASE_LINGER`.  A member that goes to another leader, or that closes
+  its session for any other reason, deletes its key before.
 * A member ends the lease of the leader when their connection has ended, could not be
-  re-established, and the leader's port then refuses a connection.  A partition or a
-  suspended host does not refuse.  The leader listens as long as its agent takes part, also
-  while it has no session at the engine: only the end of its process closes the port.
+  re-established, and the leader's port then refuses a connection.  A partition or a suspended host
+  does not refuse.  The leader listens as long as its agent takes part, also while it has no session
+  at the engine: only the end of its process closes the port.
 
-Both end one lease by its id, which no other session has, and the engine tells all observers
-of it.  A node whose lease was ended by mistake finds out, and registers anew.  A silent
-connection decides nothing: for silence there is the lease on the engine, which a partition
-between two nodes does not end.  So a port that cannot be reached costs nothing but this.
+Both end a lease by its id, which no other session has, and the engine tells all observers.  A node
+whose lease was ended by mistake finds out, and registers anew.  A silent connection decides
+nothing: for silence there is the lease on the engine, which a partition between two nodes does not
+end.  So a port that cannot be reached costs only the early notice.
 
-The token of the port is random, and only the engine's users can read it.  The port has no
-TLS: the certificates of a node on an engine are those of a client, and nothing is secret
-in what is sent.
+The token of the port is random, and only the engine's users can read it.  The port has no TLS: a
+node on an engine has certificates of a client only, and nothing secret is sent.
 """
 
 from __future__ import annotations
@@ -50,7 +49,11 @@ _GOODBYE_TIMEOUT: Final = 0.05
 
 
 class CoordinatorLink:
-    """One node's part in it; must be closed."""
+    """One node's part in it; must be closed.
+
+    `end_lost` and `watch_leader` raise `StoreError` when the engine is lost, or the leader has
+    ended the lease.
+    """
 
     def __init__(
         self,
@@ -59,7 +62,7 @@ class CoordinatorLink:
         connect_timeout: float = 60.0,
         port_timeout: float = 1.0,
     ) -> None:
-        """Prepare; nothing is bound yet.  None: the network of this host.
+        """Prepare; nothing is bound yet.  `network` None: the network of this host.
 
         A member takes `connect_timeout` seconds to connect to its leader; a resolver, and a port
         that may refuse a connection, have `port_timeout`.
@@ -68,7 +71,6 @@ class CoordinatorLink:
         self._connect_timeout = connect_timeout
         self._port_timeout = port_timeout
         self.server: StoreServer | None = None
-        """The server of the port, once this node has led."""
         self._address = ""
         self._token = ""
         self._lost = _LostMembers()
@@ -77,13 +79,7 @@ class CoordinatorLink:
         return f"<CoordinatorLink {self.server or 'not serving'}>"
 
     async def serve(self, address: str, lease: Lease) -> DetectorPort | None:
-        """Serve the port of a leader whose lease on the engine is `lease`, if not done yet.
-
-        `address` is that at which the other nodes reach this one.
-
-        Returns:
-            What the other members need; None if no port can be bound.
-        """
+        """Serve the leader's port at `address`, if not done yet; None if no port can be bound."""
         if self.server is None or self._address != address:
             await self.aclose()
             try:
@@ -111,11 +107,8 @@ class CoordinatorLink:
     ) -> Never:
         """End the leases of lost members on the engine.
 
-        `is_leader` asks the engine whether this member still is: one that was suspended may
-        find the ends of connections that belong to its successor's members.
-
-        Raises:
-            StoreError: the engine is lost.
+        `is_leader` asks the engine whether this member still leads: after a suspension, the
+        connections that have ended may belong to its successor's members.
         """
         lost = self._lost
         lost.ended.clear()
@@ -129,12 +122,7 @@ class CoordinatorLink:
     async def watch_leader(self, leader: DetectorPort, engine: EngineStore, lease: Lease) -> Never:
         """Let the leader notice the end of this process, and end its lease if it has gone.
 
-        `lease` is this member's on the engine.
-
         Cancellation: is no loss to the leader.
-
-        Raises:
-            StoreError: the engine is lost, or the leader has ended the lease.
         """
         key = lease.lease_id.decode()
         while await self.stay_connected(leader, key):

@@ -41,15 +41,13 @@ from elastic_aio.store import ChangeKind, Lease, Store, Watch
 _ROUND = "round"
 
 _PACE_S = 20e-6
-"""Seconds for each member from one decision to the next: ten times what it costs."""
+"""Seconds for each member from one decision to the next: ten times the cost."""
 
 _PAUSE_MIN_S = 0.001
 """Seconds below which a timer is not exact."""
 
 _LOCAL_EVENTS = (NodeJoined, NodeLeft, NodeLost, NodeRefused, RoundWaiting)
-"""Events of the coordinator that its own node publishes too; of the others, each node
-publishes its own.
-"""
+"""Events of the coordinator that its own node publishes too; other events, each node publishes."""
 
 
 class CoordinatorRunner:
@@ -68,10 +66,9 @@ class CoordinatorRunner:
     ) -> None:
         """Prepare.
 
-        `on_end` is called with the recorded end, before it is ordered: this node knows of it
-        then, even if it loses the store in between.
-        `root` is the whole store, if the workers use it too: the keys that the workers of
-        one round leave in it are deleted before the next.
+        `on_end` is called with the recorded end, before it is ordered: so this node knows of it
+        even if it loses the store in between.  `root` is the whole store, if the workers use it
+        too: the keys that the workers of one round leave in it are deleted before the next.
         """
         self._root = root
         self._on_end = on_end
@@ -94,17 +91,16 @@ class CoordinatorRunner:
         self._cleared = (-1, "")
         """The last round before which the workers' keys were deleted."""
         self._recorded = b""
-        """The `RoundRecord` in the store."""
 
     async def run(
         self, store: Store, lease: Lease, *, name: str, term: int, instance: bytes
     ) -> Never:
         """Coordinate until the store is lost; may be called again for another term.
 
-        Cancellation: stops coordinating; the members keep their last orders.
+        Orders are written under the `lease` of this member.  `store` has the prefix of the run, and
+        `instance` identifies its server.
 
-        Orders are written under the `lease` of this member.  `store` has the prefix of the run,
-        and `instance` identifies its server.
+        Cancellation: stops coordinating; the members keep their last orders.
 
         Raises:
             StoreError: the store is lost, or the lease has ended.
@@ -139,7 +135,7 @@ class CoordinatorRunner:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout_at(coordinator.deadline):
                             await self._wakeup.wait()
-                    # A decision reads all statuses, so that one for each would be too many.
+                    # A decision reads all statuses, so a decision for each would be too many.
                     pause = decided_at + _PACE_S * len(coordinator.members)
                     if (pause := pause - asyncio.get_running_loop().time()) > _PAUSE_MIN_S:
                         await asyncio.wait([collecting], timeout=pause)
@@ -221,10 +217,7 @@ class CoordinatorRunner:
     async def _record_end(
         self, store: Store, lease: Lease, outcome: JobOutcome, effects: list[CoordinatorEffect]
     ) -> list[CoordinatorEffect]:
-        """Record the end before it is ordered; return the effects that agree with what stands.
-
-        If the coordinator is killed in between, all members take the recorded end.
-        """
+        """Record the end before it is ordered; return the effects that agree with the record."""
         end = end_of(outcome, wall_clock())
         standing = await record_end(store, lease, end)
         if standing is None:
@@ -242,8 +235,8 @@ class CoordinatorRunner:
     async def record_round(self, store: Store, record: RoundRecord) -> None:
         """Record the last round, for a coordinator that meets no member of it.
 
-        The write of a deposed coordinator may arrive when its successor has read the record;
-        it never replaces that of a later term.
+        The write of a deposed coordinator may arrive when its successor has read the record; it
+        never replaces a record of a later term.
         """
         text = encode(replace(record, written_at=wall_clock()))
         present = await store.compare_set(_ROUND, self._recorded, text)
@@ -265,7 +258,7 @@ class CoordinatorRunner:
         await self._delete_worker_keys()
 
     async def _delete_worker_keys(self) -> None:
-        """Delete all keys but those of the rendezvous, if the workers use the same store."""
+        """Delete all keys but the rendezvous's, if the workers use the same store."""
         if self._root is not None:
             keys = [
                 key for key in await self._root.list_keys() if not key.startswith("elastic_aio/")

@@ -1,15 +1,13 @@
 """One node's part in a rendezvous at a store: the backends that are built in.
 
-With "c10d" (or "tcp") and "static" one node hosts the store; with "etcd" and "redis" an engine
-has it.
+With "c10d" (or "tcp") and "static" one node hosts the store; with "etcd" and "redis" an engine has
+it.  With "static" every node is given its rank and the address of rank 0, which hosts the store
+there.  The workers use the same store and port, because firewalls are opened for it; the keys of
+one attempt's workers are deleted before the next.
 
-One task finds a store, takes part there until it is lost, and finds another.  Each stay
-at a store is a `StoreSession`.  The decisions are those of the pure `Member` and, on the
-node that is elected, of the pure `elastic_aio.rendezvous.coordinator`.
-
-With "static" every node is given its rank and the address of rank 0, which hosts the
-store there.  The workers use the same store and port, because firewalls are opened for
-it; the keys of one attempt's workers are deleted before the next.
+One task finds a store, takes part there until it is lost, and finds another.  Each stay at a store
+is a `StoreSession`.  The decisions are made by the pure `Member` and, on the elected node, by the
+pure `elastic_aio.rendezvous.coordinator`.
 """
 
 from __future__ import annotations
@@ -66,7 +64,7 @@ from elastic_aio.store import Dropped
 from elastic_aio.text import truncate
 
 _AFTER_S: Final = 5.0
-"""Seconds without enough nodes: those of one command start within fewer."""
+"""Seconds without enough nodes: the nodes of one command start within fewer."""
 _TIMEOUT_S: Final = 5.0
 _READ_MAX: Final = 64
 """Runs of which the state is read."""
@@ -80,7 +78,7 @@ class OtherRuns:
     def __init__(
         self, spec: RendezvousSpec, run_id: str, publish: Callable[[RoundForming], object]
     ) -> None:
-        """Prepare; `publish` gets the latest event again when there are other runs."""
+        """Prepare; `publish` gets the latest event again when other runs are found."""
         self._spec = spec
         self._run_id = run_id
         self._publish = publish
@@ -99,7 +97,7 @@ class OtherRuns:
         return replace(event, others=self._names) if self._names else event
 
     def stop(self) -> asyncio.Task[None] | None:
-        """Look no more: the run has formed a round, or this node leaves; return the task."""
+        """Look no more: the run has formed a round, or this node leaves.  Return the task."""
         task, self._latest, self._names = self._task, None, ()
         if task is not None:
             task.cancel()
@@ -130,7 +128,7 @@ class OtherRuns:
 
 
 SILENT = "the store has been silent"
-"""How the reason begins for which a node stops its workers that has lost no connection."""
+"""How the reason of a stop begins that follows no loss of a connection."""
 
 _LATE_S = 0.1
 """A timer this late, in seconds, shows that this process was suspended."""
@@ -142,8 +140,8 @@ def silence_limits(spec: LaunchSpec) -> tuple[float, float] | None:
     """Return after how many seconds without a reply of the store this node stops its workers.
 
     And after how many it kills them: then its lease is about to end.  The stop plan has the time
-    between, if half of the time of the lease remains for the store to come back.  None: the
-    workers run on.
+    between, if half of the lease's time remains for the store to come back.  None: the workers run
+    on.
     """
     settings = spec.rendezvous
     limit, grace = settings.heartbeat_timeout - FENCE, settings.store_grace
@@ -164,7 +162,6 @@ class SilenceWatch:
         session: Callable[[], StoreSession | None],
         perform: Callable[[Iterable[MemberEffect]], None],
     ) -> None:
-        """Prepare; `session` returns the present one."""
         self._limits = silence_limits(spec)
         self._connected_min = spec.rendezvous.heartbeat_timeout / 2  # above the ping interval
         self._member, self._session, self._perform = member, session, perform
@@ -173,7 +170,6 @@ class SilenceWatch:
         """When the last store that was joined has sent its last reply, in loop seconds."""
         self._lost_because = ""
         self._cut_off_round = -1
-        """The last round whose workers were killed."""
 
     def on_lost(self, heard_at: float, why: str) -> None:
         """Take the loss of a store that was joined, whose last reply came at `heard_at`."""
@@ -235,7 +231,6 @@ _ABANDONED_S = 150.0
 START_TIMEOUT = 600.0
 """Seconds after which a node gives up whose workers do not start."""
 _START_NOTICE_S = 60.0
-"""Seconds between two notices of that."""
 
 _REJOIN = Backoff(initial=0.5, factor=2.0, cap=10.0)
 """Before the next attempt at a store that refuses this node, with a lease for example."""
@@ -252,10 +247,7 @@ class DynamicRendezvous(Rendezvous):
         agent: AgentPort,
         network: StoreNetwork | None = None,
     ) -> None:
-        """Prepare; nothing is connected before `open`.
-
-        `network` is None for that of this host.
-        """
+        """Prepare; nothing is connected before `open`.  `network` None: this host's."""
         settings = spec.rendezvous
         if settings.backend == "static":
             rank = settings.node_rank or 0
@@ -334,8 +326,8 @@ class DynamicRendezvous(Rendezvous):
         """Wait until no coordinator at the present store has this node's round.
 
         The job may have ended at the former store while this node was cut off.  No event shows
-        that, so the node looks from time to time.  A coordinator that runs the round, or is
-        about to replace it, has recorded its number.
+        that, so the node looks from time to time.  A coordinator that runs the round, or is about
+        to replace it, has recorded its number.
         """
         former: StoreSession | None = None
         while True:
@@ -351,8 +343,8 @@ class DynamicRendezvous(Rendezvous):
     async def wait_unneeded(self) -> None:
         """Wait until no other node runs workers, if this one serves a store to them.
 
-        While the store is lost, this node knows nothing of the others.  A node that lost the
-        same store comes to the next one within the time of a lease, or stops its workers.
+        While the store is lost, this node knows nothing of the others.  A node that lost the same
+        store comes to the next one within the time of a lease, or stops its workers.
         """
         if self._member.status.drain_reason:
             session, status = self._session, self._member.status
@@ -408,7 +400,6 @@ class DynamicRendezvous(Rendezvous):
             await self._detector.aclose()
 
     async def _attend_stores(self) -> None:
-        """Take part at one store after the other until the job is over."""
         is_first, refusals = True, 0
         while True:
             try:
@@ -556,7 +547,7 @@ class DynamicRendezvous(Rendezvous):
     # ---------------------------------------------------------- without a store
 
     def _may_serve(self) -> bool:
-        """Whether this node may serve a store: not after it has left its own for another one."""
+        """Whether this node may serve a store: not after it has left its own for another."""
         return self._former.goes_on_in is None
 
     def _on_store_awaited(self, why: str, time_left: float | None) -> None:
@@ -589,7 +580,7 @@ class DynamicRendezvous(Rendezvous):
                 await asyncio.wait(pending)
 
     async def _leave_session(self, session: StoreSession) -> None:
-        """Write the last status, and stay while other nodes need this one.
+        """Write the last status, and stay while other nodes need this node.
 
         A node that was refused, or has failed alone, leaves a job that goes on.
         """

@@ -1,35 +1,34 @@
 """The election of the coordinator at one store, and the fencing of a deposed one.
 
-The leader is the member whose `LeaderRecord` stands under the key `coordinator`.  It is
-elected by one compare-and-set, which the store executes in order: of several candidates
-that saw the key empty, one wins and the others read its record in the reply.
+The leader is the member whose `LeaderRecord` stands under the key `coordinator`.  It is elected by
+one compare-and-set, which the store executes in order: of several candidates that saw the key
+empty, one wins and the others read its record in the reply.
 
-The record is written under the member's lease, and so is every order of a coordinator.
-When the lease ends, the store removes the record and refuses further writes under that
-lease.  So a leader that was suspended or partitioned cannot send orders beside its
-successor, and no clocks are compared; this is the fencing token of other designs.
+The record is written under the member's lease, and so is every order of a coordinator.  When the
+lease ends, the store removes the record and refuses further writes under that lease.  So a leader
+that was suspended or partitioned cannot send orders beside its successor, and no clocks are
+compared; other designs have a fencing token for this.
 
-Terms order the coordinators of one store.  The winner takes its term from the store's
-counter `terms`, and then replaces its record, of term 0, by one with the term.  The
-counter is added to after the election and not before: a candidate that is suspended
-between the two could otherwise lead in a term below that of a leader before it.  A term
-is given once in the life of a store; nothing about terms comes from a member's memory.
-At another store, terms begin anew (see `Member.attend`).
+Terms order the coordinators of one store.  The winner takes its term from the store's counter
+`terms`, and then replaces its record, of term 0, by a record with the term.  The counter is
+increased after the election and not before: a candidate that is suspended between the two could
+otherwise lead in a term below the term of a leader before it.  A term is given once in the life of
+a store; nothing about terms comes from a member's memory.  At another store, terms begin anew (see
+`Member.attend`).
 
 Two cases need care:
 
-* A record with this member's own name may be left of its previous lease, which lingers
-  for `LEASE_LINGER` after its connection.  It must not be taken for a leadership: it is
-  removed when that lease ends.  So a member leads only by the record that it has written
-  under the present lease (`_record`), and replaces any other of its own by a
-  compare-and-set against these old bytes.  Waiting for the key to become empty would
-  leave the job without a coordinator meanwhile.
-* Changes of the watch can be older than the election that was just won.  The leader
-  does not conclude from a change that it is deposed, but reads the key again.
+* A record with this member's own name may be left of its previous lease, which lingers for
+  `LEASE_LINGER` after its connection.  It is no leadership: it is removed when that lease ends.  So
+  a member leads only by the record that it has written under the present lease (`_record`), and
+  replaces any other of its own by a compare-and-set against these old bytes.  If it waited for the
+  key to become empty, the job would have no coordinator until then.
+* Changes of the watch can be older than the election that was just won.  The leader does not
+  conclude from a change that it is deposed, but reads the key again.
 
-The node that hosts the store has a head start of `HOST_HEAD_START`: orders and statuses
-then need no network on one side, and after a loss one node moves both.  On an engine no
-node hosts the store, and all stand at once.
+The node that hosts the store has a head start of `HOST_HEAD_START`: orders and statuses then need
+no network on one side, and after a loss one node moves both.  On an engine no node hosts the store,
+and all stand at once.
 """
 
 from __future__ import annotations
@@ -74,10 +73,7 @@ class Election:
         perform: Callable[[Iterable[MemberEffect]], None],
         changed: Notifier,
     ) -> None:
-        """Prepare; `runner` coordinates while this member is the leader.
-
-        `changed` notifies of each change of the member's status.
-        """
+        """Prepare; `runner` coordinates if this member leads; `changed` notifies of its status."""
         self._located = located
         self._run_id = run_id
         self._member = member
@@ -94,8 +90,8 @@ class Election:
     async def run(self, store: Store, run: RunRecord, lease: Lease, records: Watch) -> Never:
         """Campaign whenever there is no leader, and lead when elected.
 
-        `store` has the prefix of the generation `run`, and `records` watches the key
-        `coordinator`.  Raises `StoreError` when the store is lost, or the lease has ended.
+        `store` has the prefix of the generation `run`, and `records` watches the key `coordinator`.
+        Raises `StoreError` when the store is lost, or the lease has ended.
         """
         self._store, self._run = store, run
         present = records.present.get(_KEY)
@@ -132,13 +128,10 @@ class Election:
         return await lease.compare_set(_KEY, candidate, elected)
 
     async def migrate(self, run: RunRecord, others: OtherEndpoints) -> Never:
-        """Abandon this store once another endpoint has the active run.
+        """Abandon this store once another endpoint has the active run; then raise `StoreLost`.
 
         The job cannot end here from the `RunMove` on, so its members may go on there.  The next
         leader elected here does the same, so all members migrate one by one.
-
-        Raises:
-            StoreLost: always, then.
         """
         at_once = True
         while True:
@@ -146,7 +139,7 @@ class Election:
                 run, lambda: self._member.is_committed, at_once=at_once
             )
             at_once = False
-            # A job that may have ended elsewhere does not go on in another one.
+            # A job that may have ended elsewhere does not go on in another.
             goes_on = other.job == run.job or not run.is_continued
             goes_on_in = other.job if goes_on else ""
             if self._member.has_ended:

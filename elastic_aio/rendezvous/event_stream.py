@@ -5,11 +5,11 @@ Under the prefix of the run's generation::
     events#             how many numbers have been allocated
     events/<number>     one event as JSON, its number in 12 digits
 
-A writer allocates numbers first and then sets all their keys at once, so a gap closes
-within a round trip, unless its writer is killed in between.  The last `KEPT` events
-are kept.  A store that replaces a lost one begins another stream.
+A writer allocates numbers first and then sets all their keys at once, so a gap closes within a
+round trip, unless its writer is killed in between.  The last `KEPT` events are kept.  A store that
+replaces a lost one begins another stream.
 
-All coroutines on a store raise `StoreError` when it is lost.
+All coroutines on a store raise `StoreError` when it is lost, or refuses a request.
 """
 
 from __future__ import annotations
@@ -39,13 +39,12 @@ from elastic_aio.store import Store, Watch
 from elastic_aio.text import truncate
 
 KEPT: Final = 1_000
-"""How many events are kept in the store."""
 
 COUNT: Final = "events#"
 EVENTS: Final = "events/"
 
 _SIZE_MAX: Final = 16_384
-"""Most bytes of an event; the texts and lists of a longer one are truncated."""
+"""Most bytes of an event; longer texts and lists are truncated."""
 
 _LIMITS: Final = ((4_000, 256), (1_000, 32), (200, 8), (40, 1))
 """Most characters of a text and items of a list in a long event, tried in turn."""
@@ -68,9 +67,6 @@ class EventStreamWriter:
         """Append events; each gets the stream's next number as its `seq`.
 
         Cancellation: may leave a gap, as a lost store does; readers get `EventsMissed`.
-
-        Raises:
-            StoreError: the store is lost, or refuses the events.
         """
         for first in range(0, len(events), _BATCH):
             await self._write(events[first : first + _BATCH])
@@ -164,12 +160,12 @@ def follow_job(
                 print(event.seq, event)
 
     Args:
-        endpoint: the job's endpoints, as for `RendezvousSpec`.  The first one with a
-            store is used, at the start and when the store is lost.
+        endpoint: the job's endpoints, as for `RendezvousSpec`.  The first one with a store is used,
+            at the start and when the store is lost.
         run_id: name of the run.
         token: the store's token, if it has one.
         tls: certificates, if the store speaks TLS, as for `connect`.
-        backend: that of the job, if it is on an engine: "etcd" or "redis".
+        backend: "etcd" or "redis" if the job is on such an engine.
         engine: user and keys there, as in `RendezvousSpec`.
         after: the `seq` of the last event that has been read already; -1 for none.
         timeout: seconds to search for a store, at the start and when it is lost.
@@ -198,11 +194,11 @@ def follow_job(
 class JobEvents:
     """The events of a job, in the order of the stream; made by `follow_job`.
 
-    An async context manager, and an async iterator that ends after `JobFinished`.
-    `seq` is the number in the stream: pass it as `after` to continue from there.
-    Events that were deleted, cannot be decoded, or were lost with their writer are
-    replaced by an `EventsMissed`.  One with `count` 0 means that the store was lost and
-    another stream begins at 0; how many events were lost with it is unknown.
+    An async context manager, and an async iterator that ends after `JobFinished`.  `seq` is the
+    number in the stream: pass it as `after` to continue from there.  Events that were deleted,
+    cannot be decoded, or were lost with their writer are replaced by an `EventsMissed`.  Its
+    `count` is 0 when the store was lost and another stream begins at 0; how many events were lost
+    with it is unknown.
 
     Cancellation: of a wait for the next event loses no event.
     """
@@ -215,22 +211,21 @@ class JobEvents:
     """Before another attempt of a search."""
 
     def __init__(self, spec: RendezvousSpec, run_id: str, after: int, timeout: float) -> None:
-        """See `follow_job`."""
         self._spec = spec
         self._run_id = run_id
         self._timeout = timeout
         self.has_begun = False
         """Whether the store has had events of this run, or its end."""
-        self._record: RunRecord | None = None  # that of the stream
+        self._record: RunRecord | None = None  # the stream's
         self._order = _ReorderBuffer(run_id, after + 1)
         self._gap: tuple[int, float] | None = None  # the missing number, and its deadline
         self._is_open = False
         self._connection = contextlib.AsyncExitStack()
-        self._attempts = 0  # to follow a store, since the last one that could be followed
+        self._attempts = 0  # to follow a store, since the last success
         self._search_end = 0.0  # loop time at which the last of these attempts is over
         self._followed_at = 0.0  # loop time
         self._watch: Watch | None = None  # of the events, or of the beginning of the run
-        self._store: Store | None = None  # that of the events, once the run has begun
+        self._store: Store | None = None  # of the events, once the run has begun
 
     def __repr__(self) -> str:
         return f"<events of {self._run_id!r} before {self._order.next}, {self._watch}>"
@@ -280,7 +275,6 @@ class JobEvents:
         await self._connection.aclose()
 
     async def _advance(self) -> None:
-        """Connect, or wait for a change and take it."""
         watch = self._watch
         try:
             if watch is None:
@@ -299,7 +293,6 @@ class JobEvents:
             raise
 
     async def _search(self) -> None:
-        """Try once to find a store and to follow it."""
         timeout = self._timeout
         if self._attempts:
             timeout = max(0.1, round(self._search_end - self._now(), 1))
@@ -333,14 +326,14 @@ class JobEvents:
             self._watch = beginning
             return
         store = run_store(root, self._run_id, record)
-        # The end first: events that are deleted between the two are those before it.
+        # The end first: events that are deleted between the two precede it.
         end = await read_end(store)
         watch = await enter(store.watch(EVENTS, is_prefix=True))
         count = await count_events(store)
         # Nothing is awaited from here on: an attempt that fails must not change the record.
         former, self._record = self._record, record
         if former is not None and former.job != record.job:
-            self._order.end()  # another job has followed the one that was read
+            self._order.end()  # another job has followed
             return
         # Each store has a record of its own, and a stream.
         is_other_stream = self.has_begun and former != record
@@ -354,7 +347,6 @@ class JobEvents:
         self._watch, self._store = watch, store
 
     async def _read(self, watch: Watch) -> None:
-        """Wait for a change of the stream, and take it."""
         try:
             async with asyncio.timeout_at(self._gap_deadline()):
                 change = await anext(watch)
@@ -369,7 +361,6 @@ class JobEvents:
             self._order.take({change.key: change.value})
 
     def _gap_deadline(self) -> float | None:
-        """Return until when to wait for a missing event; None if none is missing."""
         if self._store is None or not self._order.has_gap:
             self._gap = None
         elif self._gap is None or self._gap[0] != self._order.next:
@@ -381,7 +372,6 @@ class _ReorderBuffer:
     """Sorts events by number, and replaces missing ones by `EventsMissed`."""
 
     def __init__(self, run_id: str, following: int) -> None:
-        """Begin with number `following`."""
         self.next = following
         self.is_over = False
         self._run_id = run_id
@@ -390,7 +380,7 @@ class _ReorderBuffer:
 
     @property
     def has_gap(self) -> bool:
-        """Whether later events have arrived than the next one."""
+        """Whether later events have arrived than the next."""
         return bool(self._pending)
 
     def pop(self) -> Event | None:

@@ -3,64 +3,61 @@
 Recovery
 ========
 
-A coordinator keeps its state in its members, because the store can be lost together with
-it.  Its successor reads the statuses that the members write and finds the round
-again: the newest placement that any member reports.
+The store can be lost together with the coordinator.  So its successor reads the statuses that the
+members write and finds the round again: the newest placement that any member reports.
 
-* Newest means the highest (round, formed_by).  After a partition two rounds may have
-  one number; any fixed order will do, as long as one of them wins.  Members of the
-  other round have diverged and are taken into the next one.
-* A placement contains the size of its round, so one status is enough to know how many
-  members there should be.  If all have returned, plus those that left after their
-  success (`members_done`), the round runs on and no worker is stopped.
-* Otherwise the coordinator waits `recovery_timeout` (0.7 s: members find another store
-  within one search, see `elastic_aio.discovery`).  Members that are still missing count
-  as lost, and the others form another round.
-* If all that have returned had succeeded, and came from another store, the job may have ended
-  there with success.  They wait at their exit barriers, and the other nodes go on without them.
-  With several endpoints the job has not ended if one of them still had its lease there: the
-  end is recorded once all members know of the success (`MembersDone`) or have no lease any more.
-* If none has returned, the `RoundRecord` in the store tells the numbers to continue from.
-  Unless all workers of the round had been stopped, its end is the loss of a node.
-* An outcome in any status wins over everything: a member that has read the end of the
-  job has exited or is about to, and the others must end in the same way.
-* minimum, maximum, program and user are taken from a member of the round, not from the
-  new coordinator's node, which may be a misconfigured joiner.
+* Newest means the highest (round, formed_by).  After a partition two rounds may have the same
+  number; any fixed order will do, as long as one of them wins.  Members of the other round have
+  diverged: they are stopped and taken into the next.
+* A placement contains the size of its round, so one status tells how many members there should be.
+  If all have returned, plus those that left after their success (`members_done`), the round runs on
+  and no worker is stopped.
+* Otherwise the coordinator waits `recovery_timeout` (0.7 s: members find another store within one
+  search, see `elastic_aio.discovery`).  Members that are still missing count as lost, and the
+  others form another round.
+* If all that have returned had succeeded, and came from another store, the job may have ended there
+  with success.  They wait at their exit barriers, and the other nodes go on without them.  With
+  several endpoints the job has not ended if one of them still had its lease there: the end is
+  recorded once all members know of the success (`MembersDone`) or have no lease any more.
+* If none has returned, the `RoundRecord` in the store tells the numbers to continue from.  Unless
+  all workers of the round had been stopped, its end is the loss of a node.
+* An outcome in any status wins over everything: a member that has read the end of the job has
+  exited or is about to, and the others must end in the same way.
+* minimum, maximum, program and user are taken from a member of the round, not from the new
+  coordinator's node, which may be a misconfigured joiner.
 
 Nodes that are gone
 ===================
 
-The workers of a node that is gone may still run when the next round is to begin: it was
-lost, or was missing when a round was recovered.  With L for `heartbeat_timeout`, F for
-`FENCE`, and G for `CUT_OFF_GRACE`:
+The workers of a node that is gone may still run when the next round is to begin: the node was lost,
+or was missing when a round was recovered.  With L for `heartbeat_timeout`, F for `FENCE`, and G for
+`CUT_OFF_GRACE`:
 
-* The node receives its last reply from the store at r.  It stops its workers by their plan
-  from r + L / 2 or later, and by the first signal and SIGKILL at r + L - F and G after that.
-* The store receives the last message of the node at s, and ends the lease at s + L.  The
-  reply was sent after s, or after an earlier message; so r - s is the reply's way at most.
-* The round begins at s + L + F at the earliest.  That leaves 2F - G = 0.4 s for the way of
-  the reply, for the end of killed processes, and for clocks of different rates.
-* A connection that ends without a partition ends the lease LEASE_LINGER later.  If it was
-  closed in order (FIN), its agent is dead: the guardian kills the workers, and F is left out.
-  If it was reset, the node may live: it has given up the connection, not before
-  r + L - F - RECONNECT_FOR, and kills its workers RECONNECT_FOR later.  That leaves
-  LEASE_LINGER + F - RECONNECT_FOR - G = 0.1 s.
-* Members of a round that was formed at another store arrive one by one.  No lease tells when
-  a missing one has last received a reply: it was before the last one arrived, as they have
-  lost the same store, or its host has closed it.  So the next round begins L + F after that
-  arrival, unless all have come, or only the node that served the former store is missing: it
-  is dead, or has a store of its own.  That node is known for the first move after a placement.
-* A member that has left while its workers run has gone to another store (or the rounds
-  may overlap).  It has L to get there.
+* The node receives its last reply from the store at r.  It stops its workers by their plan from r +
+  L / 2 or later, and by the first signal and SIGKILL at r + L - F and G after that.
+* The store receives the last message of the node at s, and ends the lease at s + L.  The reply was
+  sent after s, or after an earlier message; so r - s is the reply's way at most.
+* The round begins at s + L + F at the earliest.  That leaves 2F - G = 0.4 s for the way of the
+  reply, for the end of killed processes, and for clocks of different rates.
+* A connection that ends without a partition ends the lease LEASE_LINGER later.  If it was closed in
+  order (FIN), its agent is dead: the guardian kills the workers, and F is left out.  If it was
+  reset, the node may live: it gave up the connection at r + L - F - RECONNECT_FOR or later, and
+  kills its workers RECONNECT_FOR later.  That leaves LEASE_LINGER + F - RECONNECT_FOR - G = 0.1 s.
+* Members of a round that was formed at another store arrive one by one.  No lease tells when a
+  missing member has last received a reply: it was before the last arrival, as all have lost the
+  same store, or its host has closed it.  So the next round begins L + F after that arrival, unless
+  all have come, or only the node that served the former store is missing: it is dead, or has a
+  store of its own.  That node is known for the first move after a placement.
+* A member that has left while its workers run has gone to another store (or the rounds may
+  overlap).  It has L to get there.
 
 Fixed ranks
 ===========
 
-Two members may claim one rank: most often a node and its replacement, which starts before
-the lease of its predecessor has ended.  One of them holds the rank, and the other stands by:
-it takes the rank when the holder is gone, and is rejected once the lease of a dead holder
-would have ended.  The holder is the member that takes part in the round, else the one of the
-newest placement, else the one that arrived first.
+Two members may claim one rank: most often a node and its replacement, which starts before the lease
+of its predecessor has ended.  One of them holds the rank: the member that takes part in the round,
+else the member of the newest placement, else the first that arrived.  The other stands by: it takes
+the rank when the holder is gone, and is rejected once the lease of a dead holder would have ended.
 """
 
 from __future__ import annotations
@@ -105,13 +102,13 @@ from elastic_aio.text import counted
 _UPDATE_S = 1.0
 """Least seconds between two `WaitForNodes` orders of different content."""
 _UPDATE_PER_NODE_S = 0.005
-"""The same for each node that waits: they must not delay those that are still to join."""
+"""Seconds to add for each node that waits: the orders must not delay nodes that are to join."""
 _REPEAT_S = 15.0
 """Seconds between two `WaitForNodes` orders of the same content."""
 
 
 def recover_round(state: CoordinatorState) -> None:
-    """Continue with the newest round that a member reports, if there is one."""
+    """Continue with the newest round that a member reports, if there is a report."""
     reported = {one.member: one.status.placement for one in state.eligible()}
     held = {member: one for member, one in reported.items() if one is not None}
     due = state.timer.since + state.settings.recovery_timeout
@@ -121,7 +118,7 @@ def recover_round(state: CoordinatorState) -> None:
             state.wait_for_nodes()
         elif not state.arm(due):
             state.wait_for_nodes()
-            # The budget continues that of the former coordinators.
+            # The budget continues the former coordinators' budget.
             state.former = replace(former, is_open=False)
             state.fence(state.created_at + state.settings.fence)
             state.add_change_reason(f"all nodes of round {former.round} were lost")
@@ -183,7 +180,7 @@ def _continue_round(
 def _members_done(
     state: CoordinatorState, round_id: tuple[int, str], present: Sequence[MemberStatus]
 ) -> int:
-    """Return how many members of a round have succeeded and left, apart from the `present` ones."""
+    """Return how many members of a round have succeeded and left, without the `present` members."""
     gone = [record.status for record in state.round.gone.values()]
     since_recovery = sum(
         one.phase is MemberPhase.SUCCEEDED
@@ -191,7 +188,7 @@ def _members_done(
         and one.placement.round_id == round_id
         for one in gone
     )
-    # The coordinator of another store took those whose lease had ended there for gone.
+    # The coordinator of another store took members whose lease had ended there for gone.
     moved = [one for one in present if one.moves and not one.was_leased]
     returned = sum(one.phase is MemberPhase.SUCCEEDED for one in moved)
     before = max(one.members_done for one in present) - returned
@@ -199,9 +196,9 @@ def _members_done(
 
 
 def _missing(held: Sequence[Placement], members_done: int) -> str:
-    """Describe the nodes of a round that have not come: only the store's host has a name here.
+    """Describe the nodes of a round that have not come; how many of them are done is unknown.
 
-    Which of them are done is not known.
+    Only the store's host has a name here.
     """
     host, name = held[0].host_rank, held[0].host_name
     ranks = set(range(held[0].span.group_world_size)) - {one.span.group_rank for one in held}
@@ -253,8 +250,8 @@ def _wait_limit(state: CoordinatorState) -> float:
 def _candidates(state: CoordinatorState) -> list[MemberRecord]:
     """Return the members that the next round is chosen from.
 
-    For the first round, and if too few reach the other nodes, these are all eligible ones; else
-    those that are neither refused nor still probing.
+    For the first round, and if too few reach the other nodes, these are all eligible members; else
+    the members that are neither refused nor still probing.
     """
     eligible = state.eligible()
     reachable = [one for one in eligible if not (one.refused_because or one.is_probing)]
@@ -265,10 +262,10 @@ def _candidates(state: CoordinatorState) -> list[MemberRecord]:
 def form_round(state: CoordinatorState, candidates: list[MemberRecord], why: str = "") -> None:
     """Begin a round with at most `maximum` candidates; members of the last round first.
 
-    All workers of the previous round are stopped first, and this is called again when every
-    member has reported that; with `overlap` each node stops its own workers before it
-    starts others.  Does nothing while the next port of group rank 0 is unknown: the status
-    with the port is in flight, and its arrival calls this again.
+    All workers of the previous round are stopped first, and this is called again when every member
+    has reported that; with `overlap` each node stops its own workers before it starts others.  Does
+    nothing while the next port of group rank 0 is unknown: the status with the port is in flight,
+    and its arrival calls this again.
     """
     if state.settings.shared_store or not state.settings.overlap:
         running = [
@@ -352,7 +349,7 @@ def stop_active(state: CoordinatorState) -> None:
 
 
 def _stop_previous(state: CoordinatorState, running: list[MemberRecord], why: str) -> None:
-    """Stop the workers that would live beside those of the next round."""
+    """Stop the workers that would live beside the workers of the next round."""
     cause = state.round.cause = state.next_cause(why)
     reason = "another round is to begin" if cause is None else cause.why
     for record in running:
@@ -372,9 +369,9 @@ def assign_group_ranks(
 ) -> tuple[str, ...]:
     """Return the members of a round in the order of their group ranks.
 
-    A member of the last round, which has one of `ranks`, keeps it unless there are too few
-    nodes for it.  Next come the ranks that joiners prefer, in the order of their arrival.
-    Members that could not keep their rank, then the other joiners, take the lowest free ranks.
+    A member of the last round, which has one of `ranks`, keeps it unless there are too few nodes
+    for it.  Next come the ranks that joiners prefer, in the order of their arrival.  Members that
+    could not keep their rank, then the other joiners, take the lowest free ranks.
     """
     size = len(ranks) + len(preferred)
     by_rank: list[str | None] = [None] * size
@@ -518,11 +515,10 @@ _LATE_S = 2.0
 """Seconds after which a coordinator knows of the end of a lease."""
 
 _DIFFERENCES_MAX = 100
-"""Different settings that are published at most."""
 
 
 def admit(state: CoordinatorState) -> None:
-    """Publish new members, and reject those that can never take part."""
+    """Publish new members, and reject members that can never take part."""
     joined = [one for one in state.members.values() if not one.is_published]
     if not joined:
         return
@@ -565,7 +561,7 @@ def _mismatch(state: CoordinatorState, record: MemberRecord) -> str:
 
 
 def _differences(state: CoordinatorState, record: MemberRecord) -> tuple[str, ...]:
-    """Return the settings of a node that other nodes have otherwise; each text once."""
+    """Return the settings of a node that differ from other nodes' settings; each text once."""
     node, policy = record.status.node, state.settings.policy
     texts = []
     for name in sorted(policy.keys() | record.status.policy.keys()):

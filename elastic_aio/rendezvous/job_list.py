@@ -1,12 +1,12 @@
 """The jobs at a store: their list, and the removal of those that are over.
 
-A job is over once its end is recorded.  A job without an end whose nodes are all gone may go
-on: its nodes come back when they reach the store again, and others may join it.
+A job is over once its end is recorded.  A job without an end whose nodes are all gone may go on:
+its nodes come back when they reach the store again, and others may join it.
 
-On an engine a job is removed by one atomic request, on condition that its record is the one
-that was read and that it has no node.  A TCP store has no such request.  There the next
-generation is begun before the end is deleted, as a node does with `reuse`: a node that comes
-meanwhile takes part in that one, whose keys are not touched.  Its record remains.
+On an engine a job is removed by one atomic request, on condition that its record is unchanged and
+that it has no node.  A TCP store has no such request.  There the next generation is begun before
+the end is deleted, as a node does with `reuse`: a node that comes in between takes part in the next
+generation, whose keys are not touched.  Its record remains.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ListedJob(Struct, frozen=True, kw_only=True):
     """A job at a store.
 
     Attributes:
-        nodes: names of the nodes that are there; after the end, of those still to leave.
+        nodes: names of the nodes that are there; after the end, of the nodes still to leave.
         began_at: by the clock of a node, in Unix seconds; 0 if unknown.
         ended_at: likewise; None before the end.
         why, exit_code: of the end.
@@ -88,26 +88,20 @@ class ListedJob(Struct, frozen=True, kw_only=True):
 
 
 class JobList:
-    """The jobs at the first endpoint with a store; use it with `async with`."""
+    """The jobs at the first endpoint with a store; use it with `async with`.
+
+    All coroutines raise `StoreError` when the store is lost, or refuses a request.
+    """
 
     def __init__(self, spec: RendezvousSpec, *, timeout: float) -> None:
-        """Check the settings; entering takes `timeout` seconds at most.
-
-        Raises:
-            SpecError: a setting cannot be used.
-        """
+        """Check the settings, by `SpecError`; entering takes `timeout` seconds at most."""
         check_reader(spec)
         self._spec = spec
         self._timeout = timeout
         self._store: Store | None = None
 
     async def __aenter__(self) -> Self:
-        """Connect.
-
-        Raises:
-            StoreTimeout: no store answers.
-            StoreRefused: a store refuses this client.
-        """
+        """Connect; raise `StoreTimeout` if no store answers, `StoreRefused` if a store refuses."""
         self._store = await open_job_store(self._spec, "", self._timeout)
         return self
 
@@ -116,11 +110,7 @@ class JobList:
             await self._store.aclose()
 
     async def read(self, limit: int | None = None) -> list[ListedJob]:
-        """Return all jobs, or at most `limit`, the latest last.
-
-        Raises:
-            StoreError: the store is lost, or refuses a request.
-        """
+        """Return all jobs, or at most `limit`, the latest last."""
         assert self._store is not None
         store = self._store
         if not isinstance(store, EngineStore):
@@ -134,11 +124,7 @@ class JobList:
         return sorted(jobs, key=lambda job: (job.since, job.run_id))
 
     async def remove(self, job: ListedJob, *, also_lost: bool = False) -> bool:
-        """Remove the keys of a job that is over; return whether it still was.
-
-        Raises:
-            StoreError: the store is lost, or refuses a request.
-        """
+        """Remove the keys of a job that is over; return whether it still was."""
         async with self._open_run(job.run_id) as store:
             record = await read_run(store, job.run_id)
             present = await _read_job(store, job.run_id, record)

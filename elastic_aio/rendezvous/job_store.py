@@ -22,9 +22,9 @@ def check_reader(spec: RendezvousSpec) -> None:
 async def open_job_store(
     spec: RendezvousSpec, run_id: str, timeout: float, turn: float = 2.0
 ) -> Store:
-    """Open the store of a run: that on the engine, or at the first endpoint with one.
+    """Open the store of a run: on the engine, or at the first endpoint with a store.
 
-    The caller closes it.  It does not reconnect: another endpoint may have a store then.  One of
+    The caller closes it.  It does not reconnect: another endpoint may have a store then.  Each of
     several endpoints is tried for `turn` seconds before the next.
 
     Cancellation: leaves nothing open.

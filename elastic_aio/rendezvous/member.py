@@ -1,7 +1,6 @@
 """A member of a rendezvous: orders and reports in, its status and effects out.
 
-Pure.  Level-triggered like the coordinator: an order that is not newer than the last
-one is dropped, and the present status says everything.
+Pure.  An order that is not newer than the last one is dropped.
 """
 
 from __future__ import annotations
@@ -49,26 +48,23 @@ MemberEffect = Instruction | Event | ProbePeers
 
 
 class Member:
-    """One member; `status` is what it should have in the store now."""
+    """A member; `status` is the status that it should have in the store now."""
 
     def __init__(self, name: str, status: MemberStatus) -> None:
         """Begin with a first status; `name` is unique among all members ever."""
         self.name = name
         self.status = status
         self.job = ""
-        """Which job it takes part in; empty before it does."""
         self._instance = b""
         self._term = 0
         self._acked = (0, 0)
         self._order: OrderBody | None = None
         self._stopping = -1
         self.started_round = -1
-        """The last round whose workers have started."""
         self._is_standing_by = False
         self._refused_because = ""
-        """Which other node holds the rank of this one; empty if none does."""
+        """The other node that holds the rank of this one; empty for none."""
         self.has_ended = False
-        """Whether the job is over for this member."""
 
     def __repr__(self) -> str:
         return f"<Member {self.status.node.name}: {self.status.phase}, {self._acked}>"
@@ -80,7 +76,7 @@ class Member:
 
     @property
     def is_committed(self) -> bool:
-        """Whether it has had a place in a round of its job, or is on standby for one."""
+        """Whether it has had a place in a round of its job, or stands by."""
         return self.status.placement is not None or self._is_standing_by
 
     @property
@@ -108,12 +104,11 @@ class Member:
     def attend(self, instance: bytes, job: str = "", *, was_leased: bool = False) -> bool:
         """Take part in a `job` at the store `instance`, which may not have the status.
 
-        `was_leased`: whether the lease at the former store cannot have ended until now.
+        Return whether this member had seen another job, in which it had no place.  `was_leased`:
+        whether the lease at the former store cannot have ended until now.
 
-        Returns whether this member had seen another job, in which it had no place.
-
-        Each store counts its own terms.  So the orders of one store are not compared with
-        those of another; at the same store, after a reconnection, they are.
+        Each store counts its own terms.  So orders are compared with orders of the same store only,
+        also after a reconnection.
         """
         if instance != self._instance:
             has_placement = self.status.placement is not None
@@ -127,7 +122,7 @@ class Member:
     def on_end(self, outcome: JobOutcome, *, is_late: bool = False) -> list[MemberEffect]:
         """Take the recorded end of the job; `is_late`: it has ended before this member came.
 
-        Of the order and the recorded end, which say the same, the first that comes counts.
+        The order to end says the same; the first of the two counts.
         """
         if self.has_ended:
             return []

@@ -1,10 +1,9 @@
 """What the nodes of a job write into the store: member statuses, orders, the leader.
 
-A member's status is its whole present state, and an order is everything that the
-coordinator wants of one member.  Both are level-triggered: each replaces the one
-before, so a reader may miss any of them.  Neither grows with the number of nodes.
-
-Failures carry texts of any length (tracebacks, output); they are truncated here.
+A member's status is its whole present state, and an order is everything that the coordinator wants
+of one member.  Both are level-triggered: each replaces the one before, so a reader may miss any of
+them.  Neither grows with the number of nodes: failures carry texts of any length (tracebacks,
+output), which are truncated here.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _TEXTS_MAX = (8192, 4096, 2048, 1024, 512, 256, 128, 64, 32)
 _TAIL_MAX = 20
 _NAME_MAX = 255
 _POLICY_MAX = 32
-# Numbers continue from those that others report.  Some JSON readers round larger ones.
+# Numbers continue from other members' numbers.  Some JSON readers round larger numbers.
 _NUMBER_MAX = 1 << 52
 
 
@@ -65,7 +64,7 @@ class MemberPhase(StrEnum):
     """What a member is doing."""
 
     JOINING = "joining"
-    """It has no placement and runs no workers."""
+    """No placement, and no workers."""
     RUNNING = "running"
     """It runs, or is about to start, the workers of its placement."""
     FAILING = "failing"
@@ -79,8 +78,8 @@ class MemberPhase(StrEnum):
 class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """The whole state of a member.
 
-    A flat record on the wire, hence its 40 fields: each changes on its own, and readers
-    need all of them together.  One that has its default is not written.
+    A flat record on the wire, hence its 40 fields: each changes on its own, and readers need all of
+    them together.  A field that has its default is not written.
 
     Attributes:
         protocol: always written: the default of another version is another one.
@@ -89,22 +88,20 @@ class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
         is_host: whether it hosts the store.
         minimum, maximum: nodes of the job, by its own command line.
         program, uid: what its workers run, and as which user; empty and -1 if not known.
-        placement: the last one it took.
-        moves: how often it has changed the store since then.
+        moves: how often it has changed the store since it took its placement.
         stopped_round: no worker of this round or of an earlier one runs there.
-        probed_round: the round of its last `ProbePeers` order.
-        probe_error: why the probe failed; empty if it did not.
-        failures, is_permanent, permanent_reason, exit_code, runtime, first_success,
-            may_be_leaving: as in the last `RoundStopped` of the round.
+        probed_round, probe_error: round of its last `ProbePeers` order, and why the probe failed.
+        failures, is_permanent, permanent_reason, exit_code, runtime, first_success, may_be_leaving:
+            as in the last `RoundStopped` of the round.
         acked: term and serial of the last order of this store that it had seen.
-        members_done: members of the round that have left after their success; all of them
-            once the job is about to end.
+        members_done: members of the round that have left after their success; all of them once the
+            job is about to end.
         peers_finished: workers of other nodes of the round that it knows to have finished.
         was_leased: whether its lease at the former store still stood when it came to this one.
         pending_restart: a restart that was announced after the round's failure.
         is_change_pending: whether it has seen that joiners are to replace the round.
         change: number of the last such change that it has seen; -1 for none.
-        agreed_change: number of the last one to which all of its workers have agreed.
+        agreed_change: number of the last change to which all of its workers have agreed.
         restart_reason: why it wants another attempt in place of the round; empty if it does not.
         outcome: how the job has ended, if it has seen that.
         drain_reason: why it stops its workers, and leaves then; empty if it does not.
@@ -112,8 +109,8 @@ class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
         policy: its settings that all nodes should have alike and are not the defaults, by name.
         stop_time: seconds that a stop of its workers takes at most.
         sent_at: Unix seconds by its own clock.
-        clock: Unix time at which the monotonic clock of its host was 0: the same for all
-            nodes of a host, and another one after its clock was set.
+        clock: Unix time at which the monotonic clock of its host was 0: the same for all nodes of a
+            host, and another after its clock was set.
     """
 
     protocol: int = field(default_factory=lambda: PROTOCOL)
@@ -207,12 +204,12 @@ class Reject(Struct, frozen=True, tag=True, gc=False):
 class MembersDone(Struct, frozen=True, tag=True, gc=False):
     """Remember how many members of `round` have left after their success.
 
-    They write no status any more, so another coordinator could not learn it from them.  When
-    all members of the round have succeeded and may meet at another store, `count` is their
-    number, before the end of the job is recorded: another coordinator then ends the job too.
+    They write no status any more, so another coordinator could not learn it from them.  When all
+    members of the round have succeeded and may meet at another store, `count` is their number,
+    before the end of the job is recorded: another coordinator then ends the job too.
 
-    A member whose workers run also learns how many `workers` of the others have finished, and
-    how many seconds `ago` the first member has succeeded, be it gone or not.
+    A member whose workers run also learns how many `workers` of the others have finished, and how
+    many seconds `ago` the first member has succeeded, even if it is gone.
     """
 
     round: int
@@ -238,7 +235,7 @@ OrderBody = (
 class Order(Struct, frozen=True, omit_defaults=True, gc=False):
     """What the coordinator of `term` wants of one member; `serial` grows with each.
 
-    `history` is what its budget has counted: this node may be the next to coordinate.
+    `history` is the count of its restart budget: this node may be the next to coordinate.
     """
 
     term: int
@@ -248,7 +245,7 @@ class Order(Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class DetectorPort(Struct, frozen=True):
-    """Where the members of a leader at an engine connect to it; the id of its lease there."""
+    """Where a leader's members connect to it at an engine, and the id of its lease there."""
 
     address: str
     port: int
@@ -269,7 +266,7 @@ class _Record(Struct, frozen=True, omit_defaults=True):
 class LeaderRecord(_Record, frozen=True):
     """The value of the key `coordinator`: the elected member, its host's name, its term.
 
-    The term is 0 until the member has taken one; `detector` comes with the term.
+    The term is 0 until the member has taken its own; `detector` comes with the term.
     """
 
     term: int
@@ -281,8 +278,8 @@ class LeaderRecord(_Record, frozen=True):
 class RoundRecord(_Record, frozen=True):
     """The value of the key `round`: the last round, for a coordinator that meets no member of it.
 
-    `is_open`: workers of the round may run.  `history` is what the restart budget had counted,
-    and `written_at` by the clock of the coordinator's host, in Unix seconds.
+    `is_open`: workers of the round may run.  `history`: the count of the restart budget.
+    `written_at`: by the clock of the coordinator's host, in Unix seconds.
     """
 
     term: HistoryCount
@@ -346,7 +343,7 @@ def version_problem(protocol: int) -> str:
 
 
 def _problem(status: MemberStatus) -> str:
-    """Return which value no member would write; empty if there is none."""
+    """Return a value that no member would write; empty if there is none."""
     node, placement, pending = status.node, status.placement, status.pending_restart
     if node.nproc < 1:
         return f"nproc is {node.nproc}"
@@ -375,10 +372,7 @@ def _problem(status: MemberStatus) -> str:
 
 
 def truncate_failures(failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
-    """Return the first failures with truncated texts, so that any number of them fits.
-
-    The root cause, which is the first, keeps the most text.
-    """
+    """Return the first failures, truncated to fit: the first, the root cause, keeps most text."""
     return tuple(
         truncate_failure(failure, _OTHER_MAX if index else _ROOT_MAX)
         for index, failure in enumerate(failures[:_FAILURES_MAX])
@@ -386,10 +380,7 @@ def truncate_failures(failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
 
 
 def truncate_failure(failure: Failure, room: int = _OTHER_MAX) -> Failure:
-    """Return a failure with as much text as `room` bytes of JSON can hold.
-
-    The default is for a message that goes to every node.
-    """
+    """Return a failure truncated to `room` bytes of JSON, by default for an order to all nodes."""
     short = failure
     for limit in _TEXTS_MAX:
         short = _truncate(failure, limit)

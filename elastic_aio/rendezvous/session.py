@@ -3,8 +3,7 @@
 Keys, under the prefix of the run's generation (see `elastic_aio.discovery.runs`):
 
 * `t/<member>`: the member's status, under its lease;
-* `o/<member>`: the coordinator's order for it, under the coordinator's lease, so that
-  the store refuses the orders of a deposed coordinator;
+* `o/<member>`: the coordinator's order for it, under the coordinator's lease (see `election`);
 * `coordinator`: the `LeaderRecord` of the coordinator, under the same lease;
 * `d/<lease>`: of an engine only: a member has checked whether its lease has ended.
 
@@ -70,8 +69,7 @@ class FormerStay(Struct, frozen=True):
 
     Attributes:
         leased_until: until when its lease there cannot have ended, by the clock of the loop.
-        goes_on_in: the job in which its job goes on, if that store has a final `RunMove`: empty
-            for none.
+        goes_on_in: the job in which its job goes on, by a final `RunMove` in that store; or empty.
         knows_failure: whether that store may have a failure of its workers.
     """
 
@@ -93,7 +91,7 @@ class StoreSession:
     """Takes part at one store until it is lost.
 
     Attributes:
-        written_serial: that of the last status that is in the store; -1 before the first.
+        written_serial: of the last status that is in the store; -1 before the first.
         stay: what this member knows of the store once it is lost.
     """
 
@@ -112,8 +110,7 @@ class StoreSession:
     ) -> None:
         """Prepare; `changed` notifies of each change of the member's status.
 
-        `program` is a name of what the workers run, and `former` is where the member has taken
-        part last.
+        `program` names what the workers run; `former` is where the member has taken part last.
         """
         self._located = located
         self._spec = spec
@@ -131,7 +128,7 @@ class StoreSession:
         self._lease: Lease | None = None
         self._has_seen_end = False
         self._moved_to: str | None = None
-        """The job in which this one goes on at another store; None: it goes on here."""
+        """The job in which this job goes on at another store; None: it goes on here."""
         self._knows_failure = False
         self.written_serial = -1
         self.stay = FormerStay()
@@ -230,7 +227,7 @@ class StoreSession:
         status = self._member.status
         is_spent = self._runner.budget.is_exhausted(status.runtime)
         is_open = status.is_busy or status.pending_restart is not None
-        # A failure ends no job that may be restarted, nor one whose coordinator has not seen it.
+        # A failure ends no job that may be restarted, nor a job whose coordinator has not seen it.
         is_final = self._former.knows_failure and is_spent
         has_succeeded = self._member.has_succeeded or self._member.has_seen_success
         may_go_on = not (has_succeeded or is_final)
@@ -251,9 +248,9 @@ class StoreSession:
     async def _wait_for_run(self) -> tuple[RunRecord, RunEnd | None] | None:
         """Wait until a node that runs workers of this job shows where it goes on.
 
-        Such a node has lost the same store, and comes within the time of a lease.  If the job
-        may have ended, and no other one has begun, this node waits for such a node until the end
-        of its exit barrier.
+        Such a node has lost the same store, and comes within the time of a lease.  If the job may
+        have ended, and no other has begun, this node waits for it until the end of its exit
+        barrier.
         """
         run_id, store = self._run_id, self._located.store
         async with (
@@ -311,7 +308,7 @@ class StoreSession:
         self._changed.notify_all()
 
     async def write_last(self) -> None:
-        """Write the last status, also while the store has not answered the one before.
+        """Write the last status, also while the store has not answered the status before.
 
         A store that was suspended reads both, and then the end of the connection.
         """
@@ -378,9 +375,9 @@ class StoreSession:
     async def resign(self) -> None:
         """Let the coordinator, if it is here, act on this member's departure.
 
-        The next coordinator cannot read the status of a member that has left; it learns
-        from the others that the member was done (`MembersDone`), or, if none is left, from the
-        `RoundRecord` that no workers run.
+        The next coordinator cannot read the status of a member that has left; it learns from the
+        others that the member was done (`MembersDone`), or, if none is left, from the `RoundRecord`
+        that no workers run.
         """
         if self.is_leader:
             await self._delete_status()
@@ -402,10 +399,10 @@ class StoreSession:
     async def wait_alone(self) -> None:
         """Wait until no other member has workers that need this node.
 
-        Those that have succeeded do not count: two nodes may wait at their barriers, after
-        rounds of two partitions.  The workers of another round use another node's store; all of
-        them need the node that hosts the store of the rendezvous.  Of a node that is stopped
-        only those of its round do, until they have stopped: the others go on without it.
+        Members that have succeeded do not count: two nodes may wait at their barriers, after rounds
+        of two partitions.  The workers of another round use another node's store; all of them need
+        the node that hosts the store of the rendezvous.  A node that is stopped waits only for the
+        workers of its round, until they have stopped: the others go on without it.
         """
         own = self._member.status
         is_draining = bool(own.drain_reason)
@@ -427,12 +424,12 @@ class StoreSession:
                     users.add(change.key)
 
     async def drain(self) -> None:
-        """Wait until all other members have left, if they need this one.
+        """Wait until all other members that need this member have left.
 
-        They need the coordinator and the node that hosts the store.  A member that was lost
-        before it had succeeded may come back within the time of its lease: it must find the end
-        of its job then, and not the next one at this endpoint.  So may one that has not come from
-        the former store yet, for as long as this node could itself.
+        They need the coordinator and the node that hosts the store.  A member that was lost before
+        it had succeeded may come back within the time of its lease: it must then find the end of
+        its job, and not the next job at this endpoint.  So may a member that has not come from the
+        former store yet, for as long as this node could itself.
         """
         is_leader, is_host = self.is_leader, self._located.is_host
         if not (is_leader or is_host):
@@ -461,10 +458,7 @@ class StoreSession:
 
 
 def _status_with_workers(text: bytes, round_id: tuple[int, str] | None) -> MemberStatus | None:
-    """Return a status if it is that of a member whose workers have not all succeeded.
-
-    None as `round_id`: in whichever round.
-    """
+    """Return the status of a member with unfinished workers, of any round for None; else None."""
     try:
         status = decode_status(text)
     except MessageError:
@@ -475,7 +469,7 @@ def _status_with_workers(text: bytes, round_id: tuple[int, str] | None) -> Membe
 
 
 def _has_succeeded(text: bytes) -> bool:
-    """Whether a status is that of a member whose workers have succeeded, or of no member."""
+    """Whether a status says that all workers have succeeded, or is not a member's."""
     try:
         return decode_status(text).phase is MemberPhase.SUCCEEDED
     except MessageError:

@@ -1,18 +1,17 @@
 """The state of a coordinator: its members, its orders for them, the last round.
 
-Pure.  Orders are level-triggered: each one states everything the member must do.  Only
-the latest order for a member is sent, and an unchanged one is not sent again, unless the
-member neither obeys nor acknowledges it in time.
+Pure.  Only the latest order for a member is sent, and an unchanged one is not sent again, unless
+the member neither obeys nor acknowledges it in time.
 
-* A member acknowledges by its next status (`acked`), which it writes at once after every
-  order but `WaitForNodes`.  Most orders change the status, so their acknowledgement costs
-  no message of its own.
+* A member acknowledges by its next status (`acked`), which it writes at once after every order but
+  `WaitForNodes`.  Most orders change the status, so their acknowledgement costs no message of its
+  own.
 * Each order is checked at intervals, and resent after longer and longer times if it is not
   acknowledged.  At the last check the member counts as lost.
-* A member that has acknowledged a stop has the time of its own stop plan and `MARGIN_S`.
-  Then it counts as lost too.  A lost member that reports something later is a newcomer.
-* Checks are counted, and not the time: after a suspension of the coordinator or of the
-  store there is one check, and the replies arrive before the next.
+* A member that has acknowledged a stop has the time of its own stop plan and `MARGIN_S`.  Then it
+  counts as lost too.  A lost member that reports something later is a newcomer.
+* Checks are counted, and not the time: after a suspension of the coordinator or of the store there
+  is one check, and the replies arrive before the next.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from elastic_aio.spec.restart import DECIDE_TIMEOUT, RestartAction, RestartBudge
 from elastic_aio.text import counted
 
 NAMES_MAX = 8
-"""How many nodes a message names at most."""
+"""Nodes that a message names at most."""
 
 _CLOCK_TOLERANCE_S = 0.01
 """Difference of two readings of one host's clocks, at most."""
@@ -80,14 +79,12 @@ class RoundSettings(Struct, frozen=True):
             in the `RendezvousSpec`; `overlap` not with a shared store.
         scale_up_limit: how long ready joiners wait, after `scale_up_delay`, until all workers
             agree; 0: not at all.
-        recovery_timeout: how long a new coordinator waits for the members of the round
-            that it recovers.
+        recovery_timeout: how long a new coordinator waits for the members of the recovered round.
         keep_workers: whether a recovered round runs on when all members have returned.
         fixed_ranks: whether the preferred ranks of members are binding.
         shared_store: whether the workers of all rounds use one store.
         heartbeat_timeout: how long a node without a store keeps its workers, at most.
-        fence: how long after the end of its lease workers may live on a lost node, unless its
-            agent is dead.
+        fence: how long workers may outlive the lease of a lost node, unless its agent is dead.
         order_timeout: how long a member may leave orders without an acknowledgement.
         policy: the same settings of the coordinator's node as in `MemberStatus.policy`.
         program, uid: what the job runs, and as which user; see `MemberStatus`.
@@ -140,14 +137,11 @@ class MemberRecord:
     joined_at: float
     """When its first status arrived, in monotonic seconds."""
     arrived_at: float = -math.inf
-    """When its placement arrived, maybe from another store: a suspended coordinator keeps
-    members that go there and come back."""
+    """When its placement last arrived; a suspended coordinator keeps members that come back."""
     has_neighbor: bool = False
     """Whether another member is, or was, on its host."""
     is_published: bool = False
-    """Whether its arrival was published."""
     sent: OrderBody | None = None
-    """The last order; an equal one is not sent again."""
     sent_as: tuple[int, int] = (0, 0)
     """Term and serial of that order."""
     first_sent: tuple[int, int] | None = None
@@ -157,14 +151,13 @@ class MemberRecord:
     check_at: float = 0.0
     """When the outbox looks at it again."""
     checks: int = 0
-    """How often the outbox has looked at it."""
     admitted_at: float | None = None
     """When a running job took it in; None for a member of the first round."""
     refused_because: str = ""
     """Why it may not take part now; empty if it may."""
     refused_at: float = 0.0
     rank_holder: MemberRecord | None = None
-    """The other member that holds the fixed rank which this one claims."""
+    """The other member that holds the fixed rank which this member claims."""
     is_rejected: bool = False
     """Whether it can never take part."""
     offset: float = math.inf
@@ -185,7 +178,7 @@ class MemberRecord:
             self.offset, self.offset_at = now - status.sent_at, now
 
     def offset_bound(self, now: float) -> float:
-        """Return what `offset` is at most, as the clocks may have drifted since."""
+        """Return the most that `offset` may be, as the clocks may have drifted since."""
         return self.offset + _DRIFT * (now - self.offset_at)
 
     @property
@@ -206,7 +199,7 @@ class MemberRecord:
 
     @property
     def has_obeyed(self) -> bool:
-        """Whether nothing more is expected of it than that it follows its last order."""
+        """Whether nothing more is expected of it than to follow its last order."""
         status = self.status
         match self.sent:
             case StopRound(round):
@@ -264,7 +257,7 @@ class Outbox:
     """Numbers a coordinator's orders, watches them, and collects effects until drained."""
 
     def __init__(self, term: int, timeout: float) -> None:
-        """Begin empty, in `term`; `timeout` is how many seconds all checks take."""
+        """Begin empty, in `term`; `timeout`: seconds that all checks take."""
         self.term = term
         self.now = 0.0
         """Monotonic seconds of the last `check`."""
@@ -279,7 +272,7 @@ class Outbox:
     # ------------------------------------------------------------------- orders
 
     def send(self, record: MemberRecord, body: OrderBody, *, again: bool = False) -> None:
-        """Send an order unless it equals the member's last one, or even then."""
+        """Send an order, unless it equals the member's last order and must not be sent `again`."""
         if record.sent == body and not again:
             return
         is_stopping = isinstance(body, StopRound) and isinstance(record.sent, StopRound)
@@ -292,7 +285,7 @@ class Outbox:
         self.observe(record)
 
     def observe(self, record: MemberRecord) -> None:
-        """Take a new order or status of a member: whether it has done what is wanted of it."""
+        """Watch a member until it has obeyed; called after each order and status."""
         if record.has_obeyed:
             self._open.pop(record.member, None)
         else:
@@ -334,7 +327,7 @@ class Outbox:
         return lost
 
     def longest_wait(self) -> tuple[str, float, float] | None:
-        """Return what is waited for longest, since when, and until when; None if not long."""
+        """Return the longest wait: its text, since when, until when; None if no wait is long."""
         late = [one for one in self._open.values() if one.checks]
         if not late:
             return None
@@ -345,7 +338,6 @@ class Outbox:
         return f"{names}: not {_wanted(first)}", first.sent_at, until
 
     def _checks_allowed(self, record: MemberRecord) -> int:
-        """Return the number of the check at which a member counts as lost."""
         if not record.has_acked:
             return _LOST_AT
         is_probe = isinstance(record.sent, ProbePeers)
@@ -382,13 +374,13 @@ def _wanted(record: MemberRecord) -> str:
 _NOTICE_S = 5.0
 """Seconds of waiting for `restart.decide` before that is published."""
 _REPEAT_S = 15.0
-"""Seconds between two publications of what is waited for."""
+"""Seconds between two publications of one wait."""
 
 _HELD_BACK_S = 0.5
 """Seconds by which a status is late that a suspended store or a partition has held back."""
 
 _SETTLED_S = 60.0
-"""Seconds after which the stay of a joiner is no short one; the longest delay of the next."""
+"""Seconds of the longest short stay of a joiner, and of the longest delay of the next."""
 _VISITORS_MAX = 256
 """Hosts of which short stays are remembered."""
 
@@ -412,7 +404,7 @@ def leaving(record: MemberRecord) -> str:
 
 
 class FormationTimer:
-    """Since when the coordinator waits for nodes, and what it published last about it."""
+    """Since when the coordinator waits for nodes, and its last publication about it."""
 
     def __init__(self, now: float) -> None:
         self.since = now
@@ -432,13 +424,12 @@ class RoundState:
         self.changes = 0 if first is None else first.changes
         self.placements = dict(placements)
         self.gone: dict[str, MemberRecord] = {}
-        """The last records of members that are gone."""
         self.members_done = 0
         """Members that left after their success before this coordinator was elected."""
         self.succeeded_at: float | None = None
         """When this coordinator saw the first success of a member; None before."""
         self.finished = (0, 0.0)
-        """What the members that run learn of those that have succeeded: `workers` and `ago`."""
+        """The values `workers` and `ago` of the present `MembersDone` orders."""
         self.has_lost_member = False
         """Whether a member was lost before its workers had succeeded."""
         self.is_excused = False
@@ -450,12 +441,10 @@ class RoundState:
         self.ready: dict[str, float] = {}
         """Since when each of the present joiners can be taken in, by member."""
         self.pending: ChangePending | None = None
-        """What the members of the round were last sent about joiners."""
+        """The last order about joiners to the members of the round."""
         self.pending_until = -math.inf
         self.cause: RestartCause | None = None
-        """Why another attempt follows, once that is decided."""
         self.stop_reason = ""
-        """Sent to members that must stop."""
         self.stopped_at: float | None = None
         """When all workers of the failed round had stopped."""
         self.failures: tuple[Failure, ...] = ()
@@ -478,11 +467,11 @@ class RoundState:
 
 
 class Visits:
-    """Short stays of joiners, by the name of their host: how long the next one waits."""
+    """Short stays of joiners, by the name of their host: they delay the next stay."""
 
     def __init__(self) -> None:
         self._short: dict[str, tuple[int, float]] = {}
-        """How many short stays there were, and when the last one ended."""
+        """Number of short stays, and the end of the last."""
 
     def observe_departure(self, record: MemberRecord, now: float) -> None:
         """Take the end of a member that had joined a running job."""
@@ -520,9 +509,9 @@ class CoordinatorState:
     ) -> None:
         """Begin without members.
 
-        `name` names the member that coordinates and the store, `term` is higher than that
-        of every former coordinator at this store, and `now` is in monotonic seconds.  `former`
-        is the last round at this store, as it was recorded; the budget has followed it.
+        `name` names the member that coordinates and the store, `term` is higher than the term of
+        every former coordinator at this store, and `now` is in monotonic seconds.  `former` is the
+        recorded last round at this store; the budget has followed it.
         """
         self.phase = CoordinatorPhase.RECOVERING
         self.settings = settings
@@ -546,7 +535,6 @@ class CoordinatorState:
         self.set_aside: set[str] = set()
         """Members of rounds that were not recovered, because the job may have ended by them."""
         self.differences: set[str] = set()
-        """Settings that differ between nodes, as published."""
         self.unsure_until = -math.inf
         """Until when members that were lost may have their leases, by their own clocks."""
         self.visits = Visits()
@@ -561,10 +549,7 @@ class CoordinatorState:
     # ------------------------------------------------------------------- inputs
 
     def on_status(self, member: str, status: MemberStatus, now: float) -> None:
-        """Take the present status of a member; an older one, or of another node, is dropped.
-
-        `now` is when it arrived, in monotonic seconds.
-        """
+        """Take a status at `now` (monotonic); an older status, or of another node, is dropped."""
         record = self.members.get(member)
         if record is None:
             if status.is_leaving:
@@ -592,7 +577,7 @@ class CoordinatorState:
     ) -> None:
         """Take the end of a member at `now`: it has left, or is lost because of `why`.
 
-        The guardian of one that `is_dead` stops its workers.
+        The guardian of a member that `is_dead` stops its workers.
         """
         record = self.members.pop(member, None)
         if record is None:
@@ -656,7 +641,7 @@ class CoordinatorState:
 
     @property
     def needs_departed(self) -> bool:
-        """Whether another round needs nodes of the last one that left after their success."""
+        """Whether another round needs nodes of the last round that left after their success."""
         left = self.round.members_done + sum(map(self.has_succeeded, self.round.gone.values()))
         return left > 0 and self.round.size - left < self.settings.minimum
 
@@ -672,9 +657,9 @@ class CoordinatorState:
     def is_stopped(self, record: MemberRecord) -> bool:
         """Whether no workers of this round or of an earlier one run on a member, nor will.
 
-        A `StartRound` order of a former coordinator, or to a former session of the member,
-        may still be on its way.  The member drops it once it has seen an order of this
-        coordinator.  Before the first round at a store there is no such order.
+        A `StartRound` order of a former coordinator, or to a former session of the member, may
+        still be on its way.  The member drops it once it has seen an order of this coordinator.
+        Before the first round at a store there is no such order.
         """
         status = record.status
         is_first = self.outbox.term == 1 and self.round.number < 0
@@ -683,7 +668,7 @@ class CoordinatorState:
         return not (status.is_busy or is_open) and (is_first or record.is_synchronized)
 
     def is_elsewhere(self, placement: Placement) -> bool:
-        """Whether a round was formed at another store than that of this coordinator."""
+        """Whether a round was formed at another store than this coordinator's."""
         return placement.formed_by.rpartition("@")[2] != self.name.rpartition("@")[2]
 
     def has_placement(self, record: MemberRecord) -> bool:
@@ -694,7 +679,7 @@ class CoordinatorState:
     def has_diverged(self, record: MemberRecord) -> bool:
         """Whether a member will never take its placement in the round.
 
-        It has taken one in a round that is not older, formed by a coordinator in another
+        It has taken another in a round that is not older, formed by a coordinator in another
         partition; or it has dropped the order, because its reserved port had changed.
         """
         if self.has_placement(record):
@@ -704,16 +689,13 @@ class CoordinatorState:
         return isinstance(record.sent, StartRound) and record.has_acked
 
     def is_aside(self, record: MemberRecord) -> bool:
-        """Whether a member waits at its exit barrier because its job may have ended elsewhere.
-
-        It has succeeded in a round of another store that was not recovered here.
-        """
+        """Whether a member has succeeded in a round of another store that was not recovered."""
         if self.round.number < 0:
             return record.member in self.set_aside
         return record.member not in self.round.placements and self.may_have_ended(record.status)
 
     def may_have_ended(self, status: MemberStatus) -> bool:
-        """Whether the job may have ended with success at another store, as far as one knows."""
+        """Whether the job may have ended with success at another store, as far as is known."""
         placement = status.placement
         if placement is None or status.phase is not MemberPhase.SUCCEEDED:
             return False
@@ -757,7 +739,7 @@ class CoordinatorState:
         return True
 
     def publish_waiting(self) -> None:
-        """Publish what the coordinator has been waiting for, once that takes long."""
+        """Publish the longest wait of the coordinator, once it takes long."""
         if (check_at := self.outbox.next_check) is not None:
             self.arm(check_at)
         waiting = self.outbox.longest_wait()
@@ -779,7 +761,7 @@ class CoordinatorState:
 
     @property
     def next_round(self) -> int:
-        """A number above that of every round of this store, or that a member has seen."""
+        """A number above every round of this store, or that a member has seen."""
         seen = [max(one.status.round, one.status.stopped_round) for one in self.members.values()]
         former = -1 if self.former is None else self.former.round
         return max(self.round.number, former, *seen) + 1
