@@ -1,12 +1,11 @@
 """Which endpoint to use, given the state of each; the same rules on every node.
 
-* If the run is active at an endpoint, use that one: the first, if there are several.
+* If the run is active at an endpoint, use it: the first, if there are several.
 * Otherwise use the first endpoint with a store.
-* Otherwise serve the store at the first endpoint that this node can serve and whose
-  turn has come.  Later endpoints have later turns, so that nodes of earlier ones go
-  first.
-* An endpoint of unknown state that would take precedence is waited for, but only for a
-  grace period: an endpoint whose packets are dropped never answers.
+* Otherwise serve the store at the first endpoint that this node can serve and whose turn has come.
+  Later endpoints have later turns, so that nodes of earlier endpoints go first.
+* An endpoint of unknown state that would take precedence is waited for, but only for a grace
+  period: an endpoint whose packets are dropped never answers.
 """
 
 from __future__ import annotations
@@ -19,15 +18,11 @@ from typing import Final
 from msgspec import Struct
 
 RECONNECT_FOR: Final = 0.25
-"""Seconds for which a lost connection is re-established.
-
-A little more than leases linger; after that, reconnecting has no use.
-"""
+"""Seconds to re-establish a lost connection: leases linger a little less, then it has no use."""
 
 FENCE: Final = 0.25
-"""Seconds by which a node that is cut off stops its workers before its lease ends, and for
-which the others wait after it (see `elastic_aio.rendezvous.formation`).
-"""
+"""Seconds from a cut-off node's stop to its lease's end, and from then until others start: see
+`elastic_aio.rendezvous.formation`."""
 
 _FIRST_GRACE: Final = 1.0
 _GRACE: Final = 0.3
@@ -73,10 +68,10 @@ Choice = UseStore | ServeStore | WaitUntil
 def choose_endpoint(
     states: Sequence[EndpointState], turns: Sequence[float], elapsed: float, grace: float
 ) -> Choice:
-    """Return what to do now, `elapsed` seconds after the search began.
+    """Return the present step, `elapsed` seconds after the search began.
 
-    `turns` says after how many seconds this node may serve each endpoint, infinity for
-    never.  Endpoints of unknown state are waited for until `grace`.
+    `turns` are the seconds after which this node may serve each endpoint, infinity for never.
+    Endpoints of unknown state are waited for until `grace`.
     """
     best = _first(states, EndpointState.ACTIVE_RUN)
     rivals = states if best is None else states[:best]
@@ -93,18 +88,12 @@ def choose_endpoint(
 
 
 def search_grace(*, is_first: bool, timeout: float) -> float:
-    """Return for how many seconds of a search every endpoint is waited for.
-
-    An endpoint that does not answer is not waited for longer: it may never answer.
-    """
+    """Return for how many seconds of a search an endpoint is waited for that does not answer."""
     return min(_FIRST_GRACE if is_first else _GRACE, timeout / 2)
 
 
 def endpoint_turn(index: int, *, is_first: bool, timeout: float) -> float:
-    """Return after how many seconds of a search an endpoint may be served.
-
-    The reasons are in `elastic_aio.discovery.locator`.
-    """
+    """Return after how many seconds of a search an endpoint may be served; see `locator`."""
     if index == 0:
         return 0.0
     if is_first:

@@ -1,7 +1,7 @@
 """Opens the store of a job on an engine: it is there, so no node serves one.
 
-While the engine is unreachable, agents go on searching without a limit in time, because
-their workers need no store while they run.  Only the first search has a limit.
+While the engine is unreachable, agents search on without a limit in time, because their workers
+need no store while they run.  Only the first search has a limit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elastic_aio.spec.restart import Backoff
 from elastic_aio.store.engine import EngineStore
 
 INSTANCE: Final = "instance"
-"""A key of the run: what it has been given tells an engine from one that has lost its data."""
+"""A key of the run; its value tells an engine from one that has lost its data."""
 
 _NOTICE: Final = 5.0
 """Seconds of a search after which its node reports it."""
@@ -75,10 +75,7 @@ def open_engine(spec: RendezvousSpec, run_id: str, *, is_reader: bool = False) -
 
 
 class EngineLocator(Locator):
-    """Opens the store of a job on an engine.
-
-    The first search ends after `read_timeout`, and with the first refusal.
-    """
+    """Opens the store of a job on an engine; the first search ends by `read_timeout` or refusal."""
 
     def __init__(
         self,
@@ -86,10 +83,10 @@ class EngineLocator(Locator):
         run_id: str,
         on_wait: Callable[[str, float | None], None],
     ) -> None:
-        """Check the settings; nothing is connected yet.
+        """Check the settings; nothing is connected yet.  Raises as `open_engine`.
 
-        `on_wait` is called in a search that takes long, with the reason for each endpoint and
-        the seconds until it ends, None for a search without a limit.  Raises as `open_engine`.
+        `on_wait` is called in a search that takes long, with the reason for each endpoint and the
+        seconds until it ends, None for a search without a limit.
         """
         self._spec = spec
         self._run_id = run_id

@@ -3,37 +3,36 @@
 Who serves the store
 ====================
 
-Every node has the same list of endpoints and must find the same store, but no node
-knows in advance which node serves it: the same command line is used on all of them.
-There is no second service to ask; the network and the kernel are all there is.
+Every node has the same list of endpoints and must find the same store, but no node knows in advance
+which node serves it: the same command line is used on all of them.  There is no second service to
+ask; the network and the kernel are all there is.
 
-* Whether an endpoint is this host's own is decided by trying to listen there.  Comparing
-  names fails for aliases, for /etc/hosts entries, and for addresses behind a load
-  balancer; bind(2) knows.  It also decides between two processes of one host, because
-  only one can bind the port.
-* Trying to listen says nothing about the route, so the server then connects to itself
-  by the endpoint's address and compares the instance that answers with its own.  The
-  address may belong to this host and yet be translated to another one.
+* Whether an endpoint is this host's own is decided by trying to listen there.  Comparing names
+  fails for aliases, for /etc/hosts entries, and for addresses behind a load balancer; bind(2)
+  knows.  It also decides between two processes of one host: only one can bind the port.
+* Trying to listen says nothing about the route: the address may belong to this host and yet be
+  translated to another one.  So the server then connects to itself by the endpoint's address and
+  compares the instance that answers with its own.
 * Every node, the one that serves included, is a client of the store from then on.
-* A store at which the run is active wins over an earlier endpoint without it, so that a
-  node that joins late does not start a second job at the first endpoint.
+* A store at which the run is active wins over an earlier endpoint without it, so that a node that
+  joins late does not start a second job at the first endpoint.
 
 Why turns
 =========
 
-With several endpoints two nodes could serve one each.  Therefore each endpoint has a
-turn: the second is served 4 s after the start at the earliest, the third 1 s later, because
-hosts do not boot all at once.  By then the node of the first endpoint has usually begun to
-listen, and the others have connected.  After a loss they come at 0.3 s, 0.9 s, ..., because
-all nodes start searching at once, and their leases last only some seconds.  0.6 s is the time
-in which a busy host begins to serve and is found.
+With several endpoints two nodes could serve one each.  Therefore each endpoint has a turn: the
+second is served 4 s after the start at the earliest, the third 1 s later, because hosts do not boot
+all at once.  By then the node of the first endpoint has usually begun to listen, and the others
+have connected.  After a loss the turns come at 0.3 s, 0.9 s, ..., because all nodes start searching
+at once, and their leases last only some seconds.  A busy host begins to serve and is found within
+0.6 s.
 
-A node that was suspended looks at the earlier endpoints once more before its turn: it could
-not learn of another store meanwhile.  Turns are no guarantee nevertheless.  If there are two
-stores, the node that serves the later one looks at the earlier ones every 5 s, or every
-`heartbeat_timeout` if that is less (`wait_superseded`), and abandons its own once the run is
-active there.  It says so in its store before, and looks again after that (`confirm_superseded`):
-the node that serves the other store may have decided the same.
+A node that was suspended may not know of another store, so it looks at the earlier endpoints once
+more before its turn.  Turns are no guarantee nevertheless.  If there are two stores, the node that
+serves the later one looks at the earlier ones every 5 s, or every `heartbeat_timeout` if that is
+less (`wait_superseded`), and abandons its own once the run is active there.  It says so in its
+store before, and looks again after that (`confirm_superseded`): the node that serves the other
+store may have decided the same.
 """
 
 from __future__ import annotations
@@ -90,8 +89,7 @@ _CONNECT_TIMEOUT: Final = 2.0
 """Seconds for a connection: the kernel repeats a lost SYN after one second (tcp(7))."""
 
 _REPLY_TIMEOUT: Final = 8.0
-"""Seconds for the answers of a store that has accepted the connection: one at which thousands
-of nodes arrive at once must not have to begin anew with each of them."""
+"""Seconds for the answers of a store that has accepted: thousands of nodes may arrive at once."""
 
 _PING_SHARES: Final = (0.1, 0.2)
 _PING_INTERVAL_MIN: Final = 2.0
@@ -125,11 +123,7 @@ class Endpoint(Struct, frozen=True):
 
 
 class StoreHandshake(Struct, frozen=True):
-    """A connected store.
-
-    `local_address` is the address of this host on that connection; `job` is that which this
-    node should go to there, if there is a choice of endpoints, and empty if there is none.
-    """
+    """A connected store; `local_address` is this host's, and `job` the job to go to, if any."""
 
     store: RemoteStore
     local_address: str
@@ -139,8 +133,8 @@ class StoreHandshake(Struct, frozen=True):
 class StoreNotFound(Exception):
     """There is no usable store; the message says why, in one line.
 
-    `was_accepted`: a program accepted the connection.  `is_refusal`: it, or this node, refuses
-    the other: by a token or a certificate, or it is no store.
+    `was_accepted`: a program accepted the connection.  `is_refusal`: it, or this node, refuses the
+    other: by a token or a certificate, or it is no store.
     """
 
     def __init__(self, why: str, *, was_accepted: bool = False, is_refusal: bool = False) -> None:
@@ -153,8 +147,8 @@ class StoreNotFound(Exception):
 class Dialer:
     """Connects a node of a run to stores.
 
-    With `is_exclusive` each store is made the run's own.  One that belongs to another run is
-    refused; by the first node, also one that another node serves.
+    With `is_exclusive` each store is made the run's own.  A store that belongs to another run is
+    refused; the first node also refuses a store that another node serves.
     """
 
     def __init__(
@@ -165,7 +159,6 @@ class Dialer:
         *,
         is_exclusive: bool = False,
     ) -> None:
-        """Prepare; `network` makes the sockets."""
         self.run_id = run_id
         self.network = network
         self._is_exclusive = is_exclusive
@@ -188,8 +181,8 @@ class Dialer:
     def _ping_interval(self) -> float:
         """Seconds between two pings of an idle store.
 
-        A node that hears nothing for half of `heartbeat_timeout` stops its workers.  The store
-        may pause for what these seconds leave of that: 1.5 s of 5, and 12 s of 30.
+        A node that hears nothing for half of `heartbeat_timeout` stops its workers.  The store may
+        pause for the rest of that half: 1.5 s of 5, and 12 s of 30.
         """
         least, most = (share * self._spec.heartbeat_timeout for share in _PING_SHARES)
         return min(most, max(least, _PING_INTERVAL_MIN))
@@ -197,10 +190,9 @@ class Dialer:
     async def dial(self, host: str, addresses: Sequence[Address]) -> StoreHandshake:
         """Return the first store that answers at one of the `addresses` of `host`.
 
-        It has 2 s to accept a connection, and then 8 s, or `reply_timeout` if less.
-
-        All addresses are dialled at once, so that one that drops packets delays no other.
-        The caller closes the store.
+        It has 2 s to accept a connection, and then 8 s, or `reply_timeout` if less.  All addresses
+        are dialled at once, so that an address that drops packets delays no other.  The caller
+        closes the store.
 
         Cancellation: leaves nothing open.
 
@@ -299,16 +291,14 @@ async def _discard(
 # --------------------------------------------------------------------------- x
 
 _RESOLVE_TIMEOUT: Final = 1.0
-"""Seconds for the addresses of a host."""
 
 _ADDRESS_AGE_MAX: Final = 1.0
 """Seconds for which resolved addresses are used again."""
 
 _RETRY: Final = Backoff(initial=0.05, factor=1.3, cap=1.0)
-"""Before an endpoint is dialled again."""
 
 _RETRY_REFUSED: Final = Backoff(initial=1.0, factor=1.5, cap=5.0)
-"""The same for a store that refuses this node: another job's, or one with another token."""
+"""Before a store is dialled again that refuses this node: another job's, or of another token."""
 
 _RETRY_BIND: Final = Backoff(initial=0.2, factor=1.3, cap=1.0, jitter=False)
 _RETRY_BIND_REFUSED: Final = Backoff(initial=2.5, jitter=False, cap=2.5)
@@ -316,7 +306,7 @@ _RETRY_BIND_REFUSED: Final = Backoff(initial=2.5, jitter=False, cap=2.5)
 
 _STEP_MIN: Final = 0.001
 _STEP_MAX: Final = 0.1
-"""Seconds of a wait for a turn, after which it checks whether this process was suspended.
+"""Bounds, in seconds, of a wait for a turn, after which a suspension is noticed.
 
 The least is more than the clock resolves, so that each wait is progress.
 """
@@ -327,10 +317,7 @@ _NOTICE_REFUSED: Final = 1.0
 
 
 class EndpointMonitor:
-    """Dials one endpoint repeatedly until there is a store.
-
-    Must be closed.
-    """
+    """Dials one endpoint repeatedly until there is a store; must be closed."""
 
     def __init__(
         self,
@@ -342,15 +329,13 @@ class EndpointMonitor:
     ) -> None:
         """Begin; `on_change` is called when `state` has changed.
 
-        After `silent_after` seconds of an attempt the endpoint counts as one without a store.
+        After `silent_after` seconds of an attempt the endpoint counts as without a store.
         """
         self.endpoint = endpoint
         self.addresses: tuple[Address, ...] = ()
         self.own_addresses: tuple[Address, ...] = ()
-        """Those of `addresses` that belong to this host."""
         self.state = EndpointState.UNKNOWN
         self.reason = "does not answer"
-        """Why there is no store."""
         self.turn = math.inf
         """Seconds of a search after which this node may serve it."""
         self.bind_error = ""
@@ -389,10 +374,7 @@ class EndpointMonitor:
         return self._task.done() and self._handshake is None
 
     async def aclose(self) -> None:
-        """Stop, and close the store that was not taken.
-
-        Idempotent; safe to call again after cancellation.
-        """
+        """Stop, and close the store that was not taken.  Idempotent; safe after cancellation."""
         await self._stop()
         if self._handshake is not None:
             await self._handshake.store.aclose()
@@ -460,10 +442,7 @@ class EndpointMonitor:
 
 
 class EndpointSearch:
-    """Monitors of all endpoints, and when this node may serve each of them.
-
-    Must be closed.
-    """
+    """Monitors of all endpoints, and when this node may serve each of them; must be closed."""
 
     def __init__(
         self,
@@ -502,7 +481,7 @@ class EndpointSearch:
         return self.time_left <= 0
 
     def choice(self) -> Choice:
-        """Return what to do now."""
+        """Return the present step."""
         for monitor in self.monitors:
             monitor.check()
         states = [monitor.state for monitor in self.monitors]
@@ -512,9 +491,9 @@ class EndpointSearch:
     async def wait_changed(self, until: float) -> None:
         """Wait until a state changes, or the search has taken `until` seconds.
 
-        Returns early too.  While a process is suspended it cannot learn that another node
-        serves an earlier endpoint.  So when it continues, there is some time left before the
-        next turn, or before the end of the search: the grace period, if as much was left before.
+        Returns early too.  While a process is suspended it cannot learn that another node serves an
+        earlier endpoint.  So when it continues, there is some time left before the next turn, or
+        before the end of the search: the grace period, if as much was left before.
         """
         began, elapsed = self._loop.time(), self._elapsed
         left = min(until, self._timeout, self._notice_at) - elapsed
@@ -551,10 +530,7 @@ class EndpointSearch:
             monitor.retry_now()
 
     def is_notice_due(self) -> bool:
-        """Return whether the search has taken so long that it must be reported.
-
-        That is once, and once more for a refusal that comes later.
-        """
+        """Return whether to report a long search: once, and once more for a later refusal."""
         is_due = self._elapsed >= self._notice_at
         if is_due:
             self._noticed |= {False, self._is_refused}
@@ -590,10 +566,7 @@ class EndpointSearch:
         return f"{endpoint.text}: {', '.join(parts)}"
 
     async def aclose(self) -> None:
-        """Stop all monitors, and close the connections that were not taken.
-
-        Idempotent; safe to call again after cancellation.
-        """
+        """Stop all monitors, and close the stores that were not taken.  Idempotent."""
         if not all(monitor.is_closed for monitor in self.monitors):
             await run_shielded(self._close)
 
@@ -605,8 +578,8 @@ class EndpointSearch:
 def _reachable_addresses(endpoint: Endpoint, own: Sequence[Address]) -> Sequence[Address]:
     """Return where to listen, so that other hosts reach this one by the endpoint's name.
 
-    Many systems list a host's own name with a loopback address (127.0.1.1), by which
-    no other host can reach it.
+    Many systems list a host's own name with a loopback address (127.0.1.1), by which no other host
+    can reach it.
     """
     is_literal = any(address[0] == endpoint.host for _, address in own)
     is_public = any(not is_loopback(str(address[0])) for _, address in own)
@@ -619,13 +592,13 @@ _KEEPALIVE_TIMEOUT: Final = 60.0
 """Seconds without a TCP acknowledgement after which the server drops a client."""
 
 _OTHER_INTERVAL_MAX: Final = 5.0
-"""Seconds between two looks at the earlier endpoints while this node serves a later one."""
+"""Seconds between two looks at the earlier endpoints while this node serves a later endpoint."""
 
 _OTHER_TIMEOUT: Final = 5.0
-"""Seconds for another endpoint to answer while this node serves one."""
+"""Seconds for another endpoint to answer while this node serves a store."""
 
 _LATE_LOOK_S: Final = 0.25
-"""Seconds after which the answer of another endpoint may be that of a suspended process."""
+"""Seconds after which another endpoint's answer may come from a suspended process."""
 
 _SECOND_LOOK_S: Final = 0.5
 """Seconds in which a node that has decided to yield looks again, and takes that back."""
@@ -642,8 +615,7 @@ class ActiveElsewhere(Struct, frozen=True):
     """Another endpoint at which the run is active.
 
     Attributes:
-        endpoint: where that is.
-        job: which one it is there.
+        job: the job to go to there.
         was_suspended: whether this process was, so that the other nodes may have moved there.
     """
 
@@ -653,7 +625,7 @@ class ActiveElsewhere(Struct, frozen=True):
 
 
 class OtherEndpoints:
-    """The other endpoints of a job, as a node sees them that uses the store at one of them."""
+    """The other endpoints of a job, for a node that uses the store at one of them."""
 
     def __init__(
         self,
@@ -666,8 +638,8 @@ class OtherEndpoints:
     ) -> None:
         """Prepare for the store at the endpoint of `index`; `own` serves it, if this node does.
 
-        `was_suspended` is set when this process was, for so long that the other nodes may have
-        gone elsewhere.  `interval` is how many seconds pass between two looks.
+        `was_suspended` is set after a suspension in which the other nodes may have gone elsewhere.
+        `interval`: seconds between two looks.
         """
         self.is_superseded = False
         """Whether the run was active elsewhere at the last look."""
@@ -688,7 +660,7 @@ class OtherEndpoints:
 
         * it was suspended for so long that the other nodes may have moved there;
         * it has just come from another store, and looks whether its job goes on there;
-        * its own job has had no round, and that at the other endpoint has.
+        * its own job has had no round, and the job at the other endpoint has.
 
         Args:
             run: the generation at this store.
@@ -723,8 +695,8 @@ class OtherEndpoints:
     async def confirm_superseded(self, run: RunRecord, other: ActiveElsewhere) -> bool:
         """Return whether the run is active elsewhere, and has not moved away from there.
 
-        Called once this store has the claim of a move.  Two nodes that decide at the same time
-        both find the claim of a move at the other store.  Both stay then, and the one that was
+        Called once this store has the claim of a move.  Two nodes that decide at the same time both
+        find the claim of a move at the other store.  Then both stay, and the node that was
         suspended looks again.
         """
         self.is_superseded = await self._job_at(run, other.endpoint) == other.job
@@ -734,7 +706,7 @@ class OtherEndpoints:
         return self.is_superseded
 
     async def have(self, job: str) -> bool:
-        """Return whether one of them has `job`, or its success."""
+        """Return whether one of the endpoints has `job`, or its success."""
         run = RunRecord(0, job, is_continued=True)
         self.is_superseded = job in await self._jobs_at(run, self._endpoints)
         return self.is_superseded
@@ -785,22 +757,19 @@ class LocatedStore(Struct, frozen=True):
 
 
 class Locator(abc.ABC):
-    """Locates the store of a job for one of its nodes.
-
-    Has one store at a time, and closes it: call `aclose` in the end.
-    """
+    """Locates the stores of a job for one of its nodes, one at a time; must be closed."""
 
     @abc.abstractmethod
     async def locate(
         self, *, is_first: bool, job: str = "", may_serve: Callable[[], bool] = lambda: True
     ) -> LocatedStore:
-        """Connect to the job's store, after closing the one that was located before.
+        """Connect to the job's store, after closing the store that was located before.
 
         Cancellation: leaves nothing open.
 
         Args:
             is_first: whether the job starts here; otherwise its store was lost.
-            job: that in which this node took part last, where there is a choice of stores.
+            job: in which this node took part last, where there is a choice of stores.
             may_serve: whether this node may serve a store now, where nodes do.
 
         Raises:
@@ -811,9 +780,7 @@ class Locator(abc.ABC):
     async def aclose(self) -> None:
         """Close the connections, and the server if this process has it; 3 s at most.
 
-        Idempotent; safe to call again after cancellation.
-
-        Cancellation: raised after everything is closed.
+        Idempotent; safe to call again after cancellation, which is raised once all is closed.
         """
 
 
@@ -833,17 +800,17 @@ class StoreLocator(Locator):
         on_wait: Callable[[str, float], None] = lambda why, time_left: None,
         on_drop: Callable[[Dropped], None] | None = None,
     ) -> None:
-        """Prepare; nothing is connected yet.  None: the network of this host.
+        """Prepare; nothing is connected yet.  `network` None: the network of this host.
 
-        `on_wait` is called in a search that takes long, with the reason for each endpoint and
-        the seconds until it ends; `on_drop` is that of the `StoreServer`.
+        `on_wait` is called in a search that takes long, with the reason for each endpoint and the
+        seconds until it ends; `on_drop`: see `StoreServer`.
 
         Raises:
             SpecError: a certificate cannot be used.
         """
         self._spec = spec
         self._endpoints = [Endpoint.parse(index, text) for index, text in enumerate(spec.endpoints)]
-        # The workers use it too; so the first node must serve it, or find one that none serves.
+        # The workers use it too; so the first node must serve it, or find a store without a node.
         is_exclusive = spec.backend == "static"
         self._dialer = Dialer(spec, run_id, network or StoreNetwork(), is_exclusive=is_exclusive)
         if spec.tls is not None:
@@ -852,7 +819,7 @@ class StoreLocator(Locator):
         self._store: RemoteStore | None = None
         self._server: StoreServer | None = None
         self._others: OtherEndpoints | None = None
-        """Those of the last store; None if there is one endpoint."""
+        """Of the last store; None if there is one endpoint."""
         self._was_suspended = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -977,11 +944,7 @@ class StoreLocator(Locator):
     async def _dial_own(
         self, server: StoreServer, monitor: EndpointMonitor, *, is_wildcard: bool
     ) -> StoreHandshake:
-        """Connect to this node's server as other nodes do.
-
-        Raises:
-            StoreNotFound: that leads elsewhere, or the server is not accepted.
-        """
+        """Connect to this node's server as others do; raise `StoreNotFound` if that fails."""
         port, host = server.port, monitor.endpoint.host
         addresses = [(family, (name[0], port, *name[2:])) for family, name in monitor.addresses]
         # An address of another host that has not even refused a connection drops the packets.
@@ -1003,8 +966,7 @@ class StoreLocator(Locator):
     async def _dial_port_owner(self, monitor: EndpointMonitor) -> StoreHandshake | None:
         """Connect to the store of this host that has the port; None if none answers.
 
-        Raises:
-            DiscoveryError: another program has the port.
+        Raises `DiscoveryError` if another program has the port.
         """
         port = monitor.endpoint.port
         try:
@@ -1035,8 +997,8 @@ class StoreLocator(Locator):
 def _public_address(monitor: EndpointMonitor, local_address: str) -> str:
     """Return the address by which other hosts reach this one.
 
-    It is that of the connection, unless this host resolves its own name to a loopback
-    address, or reaches itself only by one.
+    It is the connection's, unless this host resolves its own name to a loopback address, or reaches
+    itself only by one.
     """
     host = monitor.endpoint.host
     if not is_loopback(local_address) or is_loopback(host) or is_loopback_name(host):

@@ -92,7 +92,7 @@ def outbound_address(towards: Iterable[Address] = _REMOTE) -> str | None:
 
 
 def _interface_addresses() -> Iterable[str]:
-    """Yield the IPv4 address of each interface that has one, netdevice(7)."""
+    """Yield the IPv4 address of each interface with an address, netdevice(7)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             request = struct.pack("16s24x", name.encode())
@@ -144,11 +144,7 @@ class StoreNetwork:
         return sock
 
     def listen(self, addresses: Sequence[Address], peer_timeout: float) -> list[socket.socket]:
-        """Return sockets that listen at all of `addresses` (see `bind_addresses`).
-
-        Raises:
-            OSError: an address or its port cannot be used.
-        """
+        """Return sockets that listen at all of `addresses`; raise `OSError` if they cannot."""
         return bind_addresses(addresses, peer_timeout, is_listening=True)
 
     async def port_owner(self, port: int) -> str | None:

@@ -9,25 +9,25 @@ Under `run_prefix`::
     <generation>/round    the `RoundRecord` of its last round
     <generation>/end      the `RunEnd`, once the job has ended, or a `RunMove`
 
-A run id names one job for as long as the store lives: a node that comes late is given the
-recorded end and runs nothing.  With `reuse` it begins the next generation instead, whose
-members, terms and events are its own.
+A run id names one job for as long as the store lives: a node that comes late is given the recorded
+end and runs nothing.  With `reuse` it begins the next generation instead, whose members, terms and
+events are its own.
 
 How a job ends
 ==============
 
 The end of a job is one compare-and-set of the key `end`, in two steps.  The coordinator first
-writes the end under its lease, marked as not final, so the store refuses it once the coordinator
-is deposed.  The coordinator then replaces exactly this value by the final end, which outlives
-the lease.  Members act on a final end alone.  No order to end is written before.
+writes the end under its lease, marked as not final, so the store refuses it once the coordinator is
+deposed.  The coordinator then replaces exactly this value by the final end, which outlives the
+lease.  Members act on a final end alone.  No order to end is written before.
 
 Which job a node takes part in
 ==============================
 
 One job never becomes another.  A node that has had a place in a round, or is on standby, is
-committed to its job.  It enters another job in one case: both are halves of one, because the
-nodes first met at two stores.  The user may just as well have started the next job while this
-node was cut off.  So the node must know that its job has not ended without it:
+committed to its job.  It enters another job in one case: both are halves of one, because the nodes
+first met at two stores.  The user may just as well have started the next job while this node was
+cut off.  So the node must know that its job has not ended without it:
 
 * its workers run, or have failed and may be restarted, and its lease at the former store cannot
   have ended; a coordinator ends no job while such a member has its lease; or
@@ -36,15 +36,15 @@ node was cut off.  So the node must know that its job has not ended without it:
 
 And the workers of both must run the same program.
 
-The first such node records in `jobs` that its job goes on in the present one.  Other nodes of
-its job then follow it, those too whose workers have all succeeded.  A node that finds the end
-of its job in `jobs` takes that.  Any other one waits for such a record, and then ends.
+The first such node records in `jobs` that its job goes on in the present one.  Other nodes of its
+job then follow it, also if their workers have all succeeded.  A node that finds the end of its job
+in `jobs` takes that.  Any other node waits for such a record, and then ends.
 
 Whose the store is
 ==================
 
-A store that a node serves has the key `OWNER_KEY` from its first moment on.  The backend
-"static" gives a store to one run alone, because the workers use it too.
+A store that a node serves has the key `OWNER_KEY` from its first moment on.  The backend "static"
+gives a store to one run alone, because the workers use it too.
 
 All coroutines here raise `StoreError` when the store is lost.
 """
@@ -75,10 +75,7 @@ _CLAIM = "claim"
 
 
 def run_prefix(run_id: str) -> str:
-    """Return the prefix of a run's keys, without a slash at its end.
-
-    Slashes are escaped, so that no run has keys among those of another one.
-    """
+    """Return the prefix of a run's keys; slashes are escaped, so that runs share no keys."""
     return f"elastic_aio/{run_id.replace('%', '%25').replace('/', '%2F')}"
 
 
@@ -102,10 +99,9 @@ def run_id_of(name: str) -> str:
 class RunRecord(Struct, frozen=True, array_like=True):
     """The present generation of a run.
 
-    `job` is random, and the same at every store.  `began_at` is when a node began the
-    generation at this store, by that node's clock, in Unix seconds.  `is_continued`: that node
-    was committed to the job, which has had rounds at another store.  `program` names what its
-    workers run.
+    `job` is random, and the same at every store.  `began_at` is when a node began the generation at
+    this store, by that node's clock, in Unix seconds.  `is_continued`: that node was committed to
+    the job, which has had rounds at another store.  `program` names what its workers run.
     """
 
     generation: int
@@ -118,8 +114,8 @@ class RunRecord(Struct, frozen=True, array_like=True):
 class RunEnd(Struct, frozen=True, omit_defaults=True):
     """How a generation has ended, and when by the coordinator's clock, in Unix seconds.
 
-    As in a `JobOutcome`; `failures` are those that ended it, truncated, the root cause first.
-    Before `is_final` the end is a claim of the coordinator, which may still be deposed.
+    As in a `JobOutcome`; `failures` are truncated, the root cause first.  Before `is_final` the end
+    is a claim of the coordinator, which may still be deposed.
     """
 
     state: JobState
@@ -147,10 +143,10 @@ class RunEnd(Struct, frozen=True, omit_defaults=True):
 
 
 class RunMove(Struct, frozen=True):
-    """In place of an end: the nodes go to another store, and the job goes on in that of there.
+    """In place of an end: the nodes go to another store, where the job goes on in `goes_on_in`.
 
-    Before `is_final` that is a claim of the node that looks there once more.  No end follows
-    a final move.
+    Before `is_final` that is a claim of a node that looks there once more.  No end follows a final
+    move.
     """
 
     goes_on_in: str
@@ -173,7 +169,7 @@ def decode_run(value: bytes | None) -> RunRecord | None:
 
 
 async def read_end(store: Store) -> RunEnd | None:
-    """Return the end of the generation that `store` has the prefix of; None before it."""
+    """Return the end of the generation that is the prefix of `store`; None before it."""
     return decode_end(await store.peek("end"))
 
 
@@ -190,12 +186,10 @@ def decode_move(value: bytes | None) -> RunMove | None:
 
 
 async def record_end(store: Store, lease: Lease, end: RunEnd) -> RunEnd | None:
-    """Record the end of the generation that `store` has the prefix of, for its coordinator.
+    """Record the end of the generation that is the prefix of `store`, for its coordinator.
 
-    Returns the end that stands: another coordinator may have been first.  None: the job
-    has moved to another store.
-
-    Where the lease has ended, no end is recorded.
+    Return the standing end: another coordinator may have been first.  None: the job has moved to
+    another store.  Where the lease has ended, no end is recorded.
     """
     claim = _encoder.encode(replace(end, is_final=False))
     final = _encoder.encode(end)
@@ -203,7 +197,7 @@ async def record_end(store: Store, lease: Lease, end: RunEnd) -> RunEnd | None:
     while True:
         present = await lease.compare_set("end", former, claim)
         if present == claim:
-            # Refused by the store if the lease has ended meanwhile: the claim has gone with it.
+            # Refused by the store if the lease has ended: the claim has gone with it.
             present = await store.compare_set("end", claim, final)
             if present == claim:
                 raise StoreLost("the lease has ended before the end of the job was recorded")
@@ -215,10 +209,7 @@ async def record_end(store: Store, lease: Lease, end: RunEnd) -> RunEnd | None:
 
 
 async def restore_end(store: Store, outcome: JobOutcome, ended_at: float) -> None:
-    """Record, for a member, an end that it was ordered and that the store no longer has.
-
-    An engine that fails over may lose what it has acknowledged.
-    """
+    """Record, for a member, an ordered end that an engine has lost when it failed over."""
     await store.compare_set("end", b"", _encoder.encode(end_of(outcome, ended_at)))
 
 
@@ -244,7 +235,7 @@ async def claim_move(store: Store, job: str) -> bool:
 
 
 async def record_move(store: Store, job: str) -> bool:
-    """Make the claim of a move final; return False if the job has ended here meanwhile."""
+    """Make the claim of a move final; return False if the job has ended here since."""
     claim, final = (_encoder.encode(RunMove(job, is_final)) for is_final in (False, True))
     return decode_move(await store.compare_set("end", claim, final)) is not None
 
@@ -255,7 +246,7 @@ async def undo_move(store: Store, job: str) -> None:
 
 
 def decode_value(value: bytes | None, kind: type[_T]) -> _T | None:
-    """Return what this package has written; None if it has not."""
+    """Return a value that this package has written; None if it has not."""
     if not value:
         return None
     try:
@@ -272,7 +263,7 @@ def owner_value(run_id: str, *, is_node: bool) -> bytes:
 async def claim_store(store: Store, run_id: str, *, is_first_node: bool) -> str:
     """Make a store without an owner the run's; return why it must not be used, or nothing.
 
-    The first node may not use one that another node serves.
+    The first node may not use a store that another node serves.
     """
     claim = owner_value(run_id, is_node=False)
     value = await store.compare_set(OWNER_KEY, b"", claim)
@@ -286,7 +277,7 @@ async def claim_store(store: Store, run_id: str, *, is_first_node: bool) -> str:
 
 
 async def release_claim(store: Store, run_id: str) -> None:
-    """End the claim of a run, if it has one."""
+    """End the claim of a run, if there is a claim."""
     await store.compare_set(OWNER_KEY, owner_value(run_id, is_node=False), b"")
 
 
@@ -300,10 +291,7 @@ _KEPT_MAX: Final = 64
 
 
 class FormerJob(Struct, frozen=True, omit_defaults=True):
-    """A job that is not the present one: its end, or the job in which it goes on.
-
-    `at` is when that was written, in Unix seconds.
-    """
+    """A former job: its end, or the job in which it goes on; written `at`, in Unix seconds."""
 
     job: str
     at: float
@@ -338,15 +326,14 @@ async def enter_run(
 
     Args:
         store: the whole store.
-        job: that in which this node took part last; empty for a new one.
+        job: in which this node took part last; empty for a new node.
         reuse: whether a node that is not committed begins a new job after an end.
-        program: a name of what this node's workers run: a job with another one is no half of
-            this node's.
+        program: a name of what this node's workers run: a job with another program is not the other
+            half of this node's.
         is_committed: whether this node has had a place in `job`, or is on standby for one.
-        goes_on: whether that job cannot have ended until now, so that it may go on in the one
-            that is given.
-        may_begin: whether the job may go on in a store that no node has used, even if it may
-            have ended. Otherwise a new job is preferred: it is begun there at the same time.
+        goes_on: whether `job` cannot have ended until now, so that it may go on in the given job.
+        may_begin: whether the job may go on in a store that no node has used, even if it may have
+            ended.  Otherwise a new job is preferred: it is begun there at the same time.
     """
     while True:
         value, record, end_value = await _read_generation(store, run_id)
@@ -382,12 +369,12 @@ async def job_to_join(
 ) -> str:
     """Return the job at a store that a node of `job` should go to; empty for none.
 
-    That is one which a coordinator leads there, and does not lead elsewhere; or `job` itself if
-    its end is known there.
+    It is a job that a coordinator leads there, and does not lead elsewhere; or `job` itself if its
+    end is known there.
 
-    `store` is the whole store, and `job` empty for a new node.  `with_round`: it goes to another
-    job only if that has had a round.  `any_end`: it goes to any end of its own job, and not only
-    to its success.
+    `store` is the whole store, and `job` empty for a new node.  `with_round`: the node goes to
+    another job only if that has had a round.  `any_end`: it goes to any end of its own job, and not
+    only to its success.
     """
     record = await read_run(store, run_id)
     if record is None:
@@ -411,7 +398,7 @@ async def job_to_join(
 async def _read_generation(
     store: Store, run_id: str
 ) -> tuple[bytes, RunRecord | None, bytes | None]:
-    """Return the present `RunRecord`, as it is written too, and the value of its key `end`."""
+    """Return the present `RunRecord`, also as bytes, and the value of its key `end`."""
     first = run_store(store, run_id, RunRecord(0, ""))
     # Together: most runs are in their first generation.
     value, end_value = await asyncio.gather(store.peek(run_key(run_id)), first.peek("end"))
@@ -424,10 +411,7 @@ async def _read_generation(
 async def _begin_next(
     store: Store, run_id: str, former: bytes, job: str, program: str
 ) -> RunRecord | None:
-    """Begin the generation after `former`, of this job, or of a new one for an empty name.
-
-    None: another node has begun one.
-    """
+    """Begin the generation after `former`, of a new job for an empty name; None if too late."""
     record = decode_run(former)
     generation = 0 if record is None else record.generation + 1
     name = job or random_bytes(8).hex()
@@ -436,13 +420,13 @@ async def _begin_next(
     if await store.compare_set(run_key(run_id), former, wanted) != wanted:
         return None
     if generation > 1:
-        # Not that of the last one: a node of it may not have begun its watch of the end.
+        # Not the last generation's end: a node of it may not have begun its watch of the end.
         await run_store(store, run_id, RunRecord(generation - 2, "")).delete("end")
     return mine
 
 
 async def _find_former(store: Store, run_id: str, job: str, present: str) -> FormerJob | None:
-    """Return what is known of `job`; if it goes on in the `present` one, without an end."""
+    """Return the knowledge of `job`; without an end, if it goes on in the `present` job."""
     listed = decode_former_jobs(await store.peek(former_jobs_key(run_id)))
     known = {one.job: one for one in listed}
     found = known.get(job)
@@ -454,7 +438,7 @@ async def _find_former(store: Store, run_id: str, job: str, present: str) -> For
 
 
 async def _add_former(store: Store, run_id: str, former: FormerJob) -> FormerJob:
-    """Add to the former jobs; return what stands, which is the first that is written of a job."""
+    """Add to the former jobs; return the standing entry, which is the first of a job."""
     if former.goes_on_in == former.job:
         return former
     key = former_jobs_key(run_id)
