@@ -11,12 +11,10 @@
     sim.run_until(lambda: sim.is_over, 60)
     assert a.outcome.exit_code == 3
 
-`Simulation` has the steps (kill, suspend, partition, ...), `WorkerBehavior` says what the
-workers of a node do, and `SimNode` is one node.  Every step is checked; `InvariantViolated`
-is raised with a trace.  `run_random_scenario` plays a random scenario with many faults, and
-`search_scenarios` plays many, each one after what the former ones have reached.
-
-The names are loaded on first use.
+`Simulation` has the steps (kill, suspend, partition, ...), `WorkerBehavior` says what the workers
+of a node do, and `SimNode` is one node.  Every step is checked; `InvariantViolated` is raised with
+a trace.  `run_random_scenario` plays a random scenario with many faults, and `search_scenarios`
+plays many, each one after what the former ones have reached.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Event loops in virtual time: one for each process of a simulated host.
 
-Nothing polls a kernel: a loop has no selector, and `VirtualTime` jumps to its next call.
-When a timer fires or a message arrives, the loop of its process runs the callback, and
-then every callback that became ready by it.
+Nothing polls a kernel: a loop has no selector, and `VirtualTime` jumps to its next call.  When a
+timer fires or a message arrives, the loop of its process runs the callback, and then every callback
+that became ready by it.
 
-A suspended host (SIGSTOP, a paused virtual machine) runs nothing.  What arrives meanwhile
-waits in its kernel, and is delivered when the host resumes: messages before timers, as by
-asyncio's loops, or timers before messages, as by libuv.
+A suspended host (SIGSTOP, a paused virtual machine) runs nothing.  Arrivals wait in its kernel, and
+are delivered when the host resumes: messages before timers, as by asyncio's loops, or timers before
+messages, as by libuv.
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ class SimLoop(asyncio.AbstractEventLoop):
         self.is_dead = False
         self.is_disposed = False
         self.files: dict[OpenFile, None] = {}
-        """The open connections and listeners; ordered."""
         self.unsent: list[Callable[[], None]] = []
-        """Called when the present callbacks have run, to send what they wrote."""
+        """Called when the present callbacks have run, to send their messages."""
         self._time = time
         self._on_error = on_error
         self._ready: deque[asyncio.Handle] = deque()
@@ -68,18 +67,18 @@ class SimLoop(asyncio.AbstractEventLoop):
     # ---------------------------------------------------------------- running
 
     def run(self, call: Callable[..., object], *args: Any) -> None:
-        """Call something in this process now, and all that becomes ready by it."""
+        """Make a call in this process now, and all that becomes ready by it."""
         self._run(events.Handle(call, args, self))
 
     def receive(self, call: Callable[..., object], *args: Any) -> None:
-        """Call something that has arrived; when the host resumes, if it is suspended."""
+        """Make a call for an arrival; when the host resumes, if it is suspended."""
         self._enter(events.Handle(call, args, self))
 
     def inject(self, call: Callable[..., object], *args: Any) -> None:
-        """Let something arrive, from outside of the simulation.
+        """Let a call arrive from outside of the simulation.
 
-        Not now: only the steps of the simulation have its seed in the module `random`.  A host
-        that is suspended keeps the order of what arrives.
+        Not now: only the steps of the simulation have its seed in the module `random`.  A host that
+        is suspended keeps the order of the arrivals.
         """
         if self.host.is_suspended:
             self.receive(call, *args)
@@ -87,7 +86,7 @@ class SimLoop(asyncio.AbstractEventLoop):
             self._time.at(self._time.now, self.receive, call, *args)
 
     def catch_up(self, *, timers_first: bool) -> None:
-        """Call what arrived while the host was suspended."""
+        """Make the calls that arrived while the host was suspended."""
         backlog, self._backlog = self._backlog, []
         for handle in sorted(backlog, key=_is_timer, reverse=timers_first):
             self._time.at(self._time.now, self._enter, handle)
@@ -136,10 +135,9 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._time.at(self._time.now, self.dispose)
 
     def dispose(self) -> None:
-        """Cancel the tasks of a dead process, and run them to their ends.
+        """Cancel the tasks of a dead process, and run them to their ends, now and without effect.
 
-        Its time passes at once, and nothing that it does has an effect.  A task that is
-        dropped instead would run its clean-up whenever the interpreter collects it.
+        A task that is dropped instead would run its clean-up whenever the interpreter collects it.
         """
         self.is_disposed = True
         for task in list(self._tasks):

@@ -1,7 +1,6 @@
 """Invariants of a job of many nodes, checked at every step of a simulation.
 
-The checks see what an outsider could see: the keys in the stores, and what each node does
-with its workers.
+The checks see only the keys in the stores, and how each node treats its workers.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from elastic_aio.testing.store import SimStore, Written
 from elastic_aio.testing.virtual_time import RATE_MIN, Trace
 
 _NOTICE_S: Final = 2.5
-"""Seconds in which a node, and a coordinator, learns what is in the store."""
+"""Seconds in which a node, and a coordinator, learns the content of the store."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,12 +57,7 @@ class SimRound:
 
 
 class RoundChecker:
-    """Checks the rounds of a simulation.
-
-    Attributes:
-        rounds: all rounds that were ordered.
-        was_partitioned: whether messages were blocked, so that two rounds may run.
-    """
+    """Checks the rounds of a simulation; two may run if it `was_partitioned`."""
 
     def __init__(
         self,
@@ -122,7 +116,7 @@ class RoundChecker:
         self._ranks[placement.formed_by] = round.members
 
     def on_ordered(self, node: SimNode, order: StartRound) -> None:
-        """Check what a node is sent: it is newer than what it was sent before."""
+        """Check that an order to a node is newer than the node's last one."""
         placement, last = order.placement, node.placement
         if last is None:
             return
@@ -149,11 +143,7 @@ class RoundChecker:
                 self._fail(f"{node.name} and {other.name} have the same rank in {brief(placement)}")
 
     def _check_overlap(self, placement: Placement, other: SimNode, running: Placement) -> None:
-        """Check that no workers of an older round run, on whichever node.
-
-        A node stops its workers before the others start without it (see
-        `elastic_aio.rendezvous.formation`), but for the cases of `_may_run_on`.
-        """
+        """Check that no workers of an older round run, but for the cases of `_may_run_on`."""
         if running.round < placement.round and not self._spec.rendezvous.overlap:
             round = self.rounds[placement.round_id]
             joined_at = round.store.joined_at.get(other.number, round.formed_at)
@@ -169,14 +159,14 @@ class RoundChecker:
     def _may_run_on(self, node: SimNode, round: SimRound, running: Placement) -> bool:
         """Whether a node that the coordinator of `round` did not know may run older workers.
 
-        * A network that resets its connection looks like the end of its process, which
-          is a loss at once, while the node looks for a store.
-        * A host that is suspended, or was until just now, cannot act; one whose messages
-          are slow learns too late.
+        * A network that resets its connection looks like the end of its process, which is a loss at
+          once, while the node looks for a store.
+        * A host that is suspended, or was until just now, cannot act; a host whose messages are
+          slow learns too late.
         * With a longer `store_grace` the user prefers workers that run on.
-        * There is no quorum: nodes that meet at another store are another job.  So are
-          those of a round of which no member has come to the store of `round`.  A store
-          from which members have come may serve others on, and its end is not seen here.
+        * There is no quorum: nodes that meet at another store are another job.  So are the nodes of
+          a round of which no member has come to the store of `round`.  A store from which members
+          have come may serve others on, and its end is not seen here.
         """
         rendezvous, host = self._spec.rendezvous, node.host
         since = round.formed_at - rendezvous.heartbeat_timeout - _NOTICE_S
@@ -217,7 +207,7 @@ def _common(placement: Placement) -> tuple[object, ...]:
 class _RecordedEnd(NamedTuple):
     """How a job has ended, when, and in which round of the store that has the record.
 
-    None: it has had no round there, so that its nodes had come from another store.
+    `round` None: it has had no round there, so that its nodes had come from another store.
     """
 
     end: RunEnd
@@ -231,11 +221,10 @@ class _RecordedEnd(NamedTuple):
 
 
 class EndChecker:
-    """Checks what is recorded and ordered after an end, at any store.
+    """Checks the records and orders after an end, at any store.
 
-    Jobs are named by their `RunRecord`s. Two that are halves of one are joined by a
-    `FormerJob`, before either has ended. The nodes of one job that come to two stores go on in
-    two.
+    Jobs are named by their `RunRecord`s.  Two halves of one job are joined by a `FormerJob`, before
+    either has ended.  The nodes of one job that come to two stores go on in two.
     """
 
     def __init__(
@@ -258,7 +247,7 @@ class EndChecker:
         return bool(self._ends)
 
     def on_recorded(self, store: SimStore, generation: str, end: RunEnd) -> None:
-        """Check an end: a generation has one."""
+        """Check an end: a generation has no other."""
         job = store.jobs.get(generation, "")
         former, _ = store.ends.get(generation, (end, 0.0))
         if _values(former) != _values(end):
@@ -268,7 +257,7 @@ class EndChecker:
         self._ends.setdefault(job, []).append(_RecordedEnd(end, self._now(), *last))
 
     def on_former(self, former: FormerJob) -> None:
-        """Check that a job which goes on in another one has not ended."""
+        """Check that a job which goes on in another has not ended."""
         successors = self._goes_on_in[former.job]
         if former.end is not None or former.goes_on_in in successors:
             return
@@ -288,7 +277,7 @@ class EndChecker:
             self._trace.fail(f"{brief(placement)} is the first one of {round.job}")
 
     def on_ordered(self, node: SimNode, round: SimRound) -> None:
-        """Check what a node is sent after `node.placement`: its job has not ended."""
+        """Check that the job of an order to a node, after `node.placement`, has not ended."""
         if node.placement is None:
             return
         former = self._rounds[node.placement.round_id]
@@ -314,7 +303,7 @@ class EndChecker:
             self._trace.fail(f"{node.name} is sent an end that is not recorded: {outcome}")
 
     def _successors(self, job: str) -> set[str]:
-        """Return a job and those in which it goes on."""
+        """Return a job and the jobs in which it goes on."""
         found, left = {job}, [job]
         while left:
             further = self._goes_on_in.get(left.pop(), set()) - found
@@ -328,10 +317,10 @@ def _values(end: RunEnd | JobOutcome) -> tuple[JobState, int, int]:
 
 
 _OBEY_MARGIN_S: Final = 2.0
-"""Seconds for the stop of workers, and for messages; hosts are not slow meanwhile."""
+"""Seconds for the stop of workers, and for messages; no host is slow in them."""
 
 _ROUNDS_PER_FAULT: Final = 4
-"""How many rounds a fault may lead to at most, on average."""
+"""Rounds that a fault may lead to at most, on average."""
 
 _KEYS_PER_MEMBER: Final = 3
 _KEYS_OF_RUN: Final = 8
@@ -342,14 +331,14 @@ _ITEMS_OF_COORDINATOR: Final = 16
 
 @dataclass(slots=True, eq=False)
 class _Obligation:
-    """What a member must do: an order, the first time that it was written."""
+    """An order that a member must obey, when it was written first."""
 
     body: OrderBody
     position: tuple[int, int]
     since: float
 
     def is_obeyed(self, status: MemberStatus) -> bool:
-        """Return whether a status acknowledges the order; one to stop needs no other answer."""
+        """Return whether a status acknowledges the order; a stop needs no other answer."""
         if isinstance(self.body, StopRound):
             number = self.body.round
             is_stopped = not status.is_busy and status.stopped_round >= number
@@ -362,8 +351,6 @@ class InvariantChecker:
 
     Attributes:
         stores: all stores that there were, by instance; ordered.
-        rounds: the checks of rounds.
-        ends: the checks of ends.
         outcomes: how the job has ended, by the name of each node on which it has.
         obey_s: seconds without a fault within which an order is obeyed.
         event_hook: called with each event of each node.
@@ -398,10 +385,7 @@ class InvariantChecker:
         return [store for store in self.stores.values() if store.is_open]
 
     def is_tidy(self) -> bool:
-        """Return whether a job occupies in its stores what its present members need.
-
-        So do the coordinators in their memory: no container of theirs grows with the time.
-        """
+        """Return whether stores and coordinators hold only what the present members need."""
         for store in self.open_stores:
             members = len(store.statuses)
             keys_max = _KEYS_PER_MEMBER * members + _KEYS_OF_RUN + _EVENTS_KEPT
@@ -452,7 +436,6 @@ class InvariantChecker:
             self.order_hook(store, member, body)
 
     def _oblige(self, store: SimStore, member: str, order: Order) -> None:
-        """Check later that a member obeys its order."""
         key, now = (store.instance, member), self._time.now
         former = self._obligations.get(key)
         if former is None or former.body != order.body:
@@ -481,12 +464,12 @@ class InvariantChecker:
     # --------------------------------------------------------------- the nodes
 
     def on_ordered(self, node: SimNode, order: StartRound) -> None:
-        """Check a round that a node is sent, after `node.placement`."""
+        """Check a round that is ordered to a node, after `node.placement`."""
         self.rounds.on_ordered(node, order)
         self.ends.on_ordered(node, self.rounds.rounds[order.placement.round_id])
 
     def on_isolated(self, node: SimNode, why: str) -> None:
-        """Check that a node which stops its workers by itself has a reason: a fault just now."""
+        """Check that a node which stops its workers by itself has a reason: a recent fault."""
         calm_since = max(self._trace.fault_at, self._network.repaired_at)
         if self._network.is_calm and self._time.now > calm_since + self._lease_s:
             self._trace.fail(f"{node.name} stops its workers without a fault: {why}")
@@ -524,9 +507,9 @@ class InvariantChecker:
 def _obey_s(spec: LaunchSpec) -> float:
     """Return within how many seconds without a fault an order is obeyed, or its member gone.
 
-    An order that was lost on the way is sent again after the first interval of the outbox.
-    A member that was killed counts as present until its lease ends: `heartbeat_timeout`
-    after its last byte, or after the resumption of the store's host, by the store's clock.
+    An order that was lost on the way is sent again after the first interval of the outbox.  A
+    member that was killed counts as present until its lease ends: `heartbeat_timeout` after its
+    last byte, or after the resumption of the store's host, by the store's clock.
     """
     resent_after = Outbox(0, order_timeout(spec)).interval
     return max(resent_after, spec.rendezvous.heartbeat_timeout / RATE_MIN) + _OBEY_MARGIN_S

@@ -1,11 +1,9 @@
-"""A network in virtual time, and the processes on it.
+"""A network in virtual time, with the delays, partitions and broken connections of TCP.
 
-Delays, partitions and broken connections are as TCP shows them.
-
-What a blocked direction drops is sent again when it is open, after the pauses of TCP, and what
-follows on the connection waits for it: a stream has no gaps.  A connection of which the other
+The kernel sends again what a blocked direction has dropped, once it is open, after the pauses of
+TCP; the rest of the connection waits for it: a stream has no gaps.  A connection of which the other
 kernel acknowledges nothing ends by TCP_USER_TIMEOUT, tcp(7).  The kernel of a suspended host
-answers; one without power does not, and has forgotten all when it is back.
+answers; a kernel without power does not, and has forgotten all when it is back.
 """
 
 from __future__ import annotations
@@ -34,10 +32,9 @@ _RESEND: Final = 0.2, 120.0
 """Seconds until the kernel repeats other packets, then twice as many; and the longest pause."""
 
 _PORTS: Final = (32768, 61000)
-"""The range of free ports."""
 
 Segment = bytes | OSError | None
-"""What travels on a connection: data, a reset, or its end."""
+"""A part of a stream: data, a reset, or its end."""
 
 
 class Network:
@@ -51,7 +48,7 @@ class Network:
         """By address."""
         self.listeners: dict[tuple[str, int], Listener] = {}
         self.connections: dict[SimTransport, None] = {}
-        """Both ends of those that may still carry something; ordered."""
+        """Both ends of all that may still carry something; ordered."""
         self.on_accepted: Callable[[Listener, object], None] = lambda listener, protocol: None
         """Called with the protocol of each connection that a server has accepted."""
         self.repaired_at = 0.0
@@ -60,7 +57,7 @@ class Network:
         self._blocked: set[tuple[str, str]] = set()
 
     def host(self, name: str) -> SimHost:
-        """Return a host by its name; a new one, with an address of its own, if there is none."""
+        """Return a host by its name, or a new host with an address of its own."""
         for host in self.hosts.values():
             if host.name == name:
                 return host
@@ -93,7 +90,7 @@ class Network:
         self._blocked |= {(one, other) for one in senders for other in receivers if one != other}
 
     def heal(self) -> None:
-        """Let all packets pass again; the kernels will soon repeat what was dropped."""
+        """Let all packets pass again; the kernels will soon repeat the dropped packets."""
         self._blocked.clear()
         for connection in list(self.connections):
             connection.send_again()
@@ -115,11 +112,7 @@ class Network:
     # ------------------------------------------------------------ connections
 
     def listen(self, loop: SimLoop, port: int, peer_timeout: float = 0.0) -> Listener:
-        """Listen at a port of a process's host, 0 for a free one.
-
-        Raises:
-            OSError: the port is in use.
-        """
+        """Listen at a port of a process's host, 0 for a free one; raise `OSError` if it is used."""
         address = loop.host.address
         if port and (address, port) in self.listeners:
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
@@ -129,11 +122,7 @@ class Network:
         return listener
 
     async def connect(self, loop: SimLoop, address: str, port: int) -> SimTransport:
-        """Connect to a listener; waits for as long as the network drops the packets.
-
-        Raises:
-            OSError: there is no such host, or no listener.
-        """
+        """Connect, once packets pass; raise `OSError` if there is no such host, or no listener."""
         target = self.hosts.get(address)
         if target is None or loop.is_dead:
             raise OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))
@@ -222,11 +211,7 @@ class Listener:
             self.on_ready()
 
     def accept(self) -> tuple[SimTransport, tuple[str, int]]:
-        """Return the oldest connection that waits, and its other end.
-
-        Raises:
-            BlockingIOError: there is none.
-        """
+        """Return the oldest connection that waits, and its address; or raise `BlockingIOError`."""
         if not self.waiting:
             raise BlockingIOError
         connection = self.waiting.pop(0)
@@ -313,7 +298,7 @@ class SimTransport(asyncio.Transport):
             self.loop.receive(self._lose, error)
 
     def send_again(self) -> None:
-        """Let the kernel send what was dropped, at its next attempt."""
+        """Let the kernel send all dropped packets, at its next attempt."""
         since, network = self._stuck_since, self._network
         if since is None or self.peer is None:
             return
@@ -479,7 +464,6 @@ class SimProcess(SimLoop, StoreNetwork):
     """The loop of one process; asyncio's functions and the store's work on it unchanged."""
 
     def __init__(self, network: Network, host: SimHost, on_error: Callable[[str], object]) -> None:
-        """Begin; `on_error` is called with each error that no code of the process handles."""
         super().__init__(network.time, host, on_error)
         self.network = network
 

@@ -1,4 +1,4 @@
-"""A simulated node: what it runs, as the invariants and the scenarios see it."""
+"""A simulated node and its workers, as the invariants and the scenarios see it."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class SimNode:
         self.outcome: JobOutcome | None = None
         """How the job has ended here."""
         self.placement: Placement | None = None
-        """That of the newest round that the rendezvous has ordered."""
+        """Its ranks in the newest round that the rendezvous has ordered."""
         self.running: Placement | None = None
         """The placement whose workers run here."""
         self.behavior = WorkerBehavior()
-        """What its workers do in the newest round."""
+        """Of its workers in the newest round."""
         self.is_stopping = False
         """Whether the workers of the newest round are being stopped, or have been."""
         self.change = -1
@@ -95,7 +95,6 @@ class SimNode:
         return self.running is not None or self.has_succeeded
 
     def note(self, text: str) -> None:
-        """Add a line to the trace."""
         self._trace.note(self.name, text)
 
     def add_fault(self, text: str) -> None:
@@ -114,7 +113,7 @@ class SimNode:
         self.driver.request_stop("it was stopped")
 
     def agree_to_change(self) -> None:
-        """Let all workers agree to the change that is announced to them, if there is one."""
+        """Let all workers agree to the change that is announced to them, if there is a change."""
         if self.change >= 0 and self.running is not None and self.driver is not None:
             self.process.inject(self.driver.on_agreed, self.running.attempt, self.change)
 

@@ -1,10 +1,9 @@
-"""Random scenarios with many faults, and what must hold once the faults are over.
+"""Random scenarios with many faults, and the rules that hold once the faults are over.
 
-A search goes through many of them, steered towards decisions that were not seen before.  A
-coordinator's decision is abstracted to a few small values, its situation: what it knows of
-the members, and what it does then.  A scenario that reaches new situations is kept, and those
-that are kept are varied: what they drew at random is changed in places, so that messages
-cross, other faults happen, or fewer.
+A search goes through many of them, steered towards new decisions.  A coordinator's decision is
+abstracted to a few small values, its situation: its knowledge of the members, and its effects.  A
+scenario that reaches new situations is kept and varied: its random draws are changed in places, so
+that messages cross, other faults happen, or fewer.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ from elastic_aio.testing.virtual_time import RATE_MIN, InvariantViolated
 _PAUSE_S: Final = 0.4
 """Seconds for which a host pauses: less than a fifth of the time of a lease."""
 _CALM_S: Final = 5.0
-"""Seconds after it in which a node would have been replaced."""
+"""Seconds after a pause in which a node would have been replaced."""
 _SAVE_S: Final = 3.5
 """Seconds that the workers of a stopped node need."""
 _SETTLE_S: Final = 3.5
-"""Seconds after which all nodes have come, and workers of before fail no more."""
+"""Seconds after which all nodes have come, and earlier workers fail no more."""
 _AT_ONCE_S: Final = 2.0
 """Seconds in which all nodes learn of an event."""
 
@@ -69,11 +68,7 @@ class CalmRules:
         self._exit_code = exit_code
 
     def check_one(self) -> None:
-        """Check one rule that applies to the present round, if there is one.
-
-        Raises:
-            InvariantViolated: the job does not keep the rule, or an invariant does not hold.
-        """
+        """Check a rule that applies to the present round, if any; raise `InvariantViolated`."""
         self._sim.run(_SETTLE_S)
         self._sim.run_until(self._is_together, self._limit_s)
         if not self._nodes or len(self._nodes) < len(self._sim.live_nodes):
@@ -91,7 +86,6 @@ class CalmRules:
 
     @property
     def _nodes(self) -> list[SimNode]:
-        """The live nodes whose workers run."""
         return [node for node in self._sim.live_nodes if node.running is not None]
 
     @property
@@ -190,17 +184,17 @@ def run_random_scenario(
 ) -> Simulation:
     """Run a random scenario to its end, and return the simulation.
 
-    For some seconds, the network, the hosts, the stores and the workers of a few nodes
-    fail in many ways.  Then all faults are over, and the nodes must come together in one
-    round, or the job must end; finally all workers succeed, and the job must end with one
-    outcome on all nodes.  In some scenarios there are faults at the end too, and the next job
-    of the same run id begins at the same endpoints while nodes are still cut off.
+    For some seconds, the network, the hosts, the stores and the workers of a few nodes fail in many
+    ways.  Then all faults are over, and the nodes must come together in one round, or the job must
+    end; finally all workers succeed, and the job must end with one outcome on all nodes.  In some
+    scenarios there are faults at the end too, and the next job of the same run id begins at the
+    same endpoints while nodes are still cut off.
 
     Args:
         seed: of all random numbers.
         spec: the job, on 2 nodes or more; None: a small one with random settings.
-        exit_codes: codes from 1 to 255 with which workers fail at random moments; a worker
-            that fails shortly after its start exits with the first one.
+        exit_codes: codes from 1 to 255 with which workers fail at random moments; a worker that
+            fails shortly after its start exits with the first one.
 
     Raises:
         SpecError: the job is for one node, or an exit code is not possible.
@@ -221,7 +215,7 @@ class Scenario:
         exit_codes: Sequence[int],
         random: Random | None = None,
     ) -> None:
-        """Choose the hosts, and a job if there is none; `random` is all that it draws."""
+        """Choose the hosts, and a job if there is none; all is drawn from `random`."""
         if spec is not None and checked_part("spec", spec, LaunchSpec).nnodes.maximum < 2:
             problem = "must be at least 2 in a random scenario"
             raise SpecError("nnodes", spec.nnodes.maximum, problem)
@@ -237,7 +231,7 @@ class Scenario:
         self._is_static = (
             random.random() < 0.15 if spec is None else spec.rendezvous.backend == "static"
         )
-        # Rounds with fixed ranks need all nodes, and those of a user may need most.
+        # Rounds with fixed ranks need all nodes, and a user's rounds may need most.
         self._has_replacements = self._is_static or spec is not None
         # The exit barrier, and then the search for a store or the join timeout.
         self._settle_s = 600.0 if spec is None else 3600.0
@@ -367,7 +361,7 @@ class Scenario:
             sim.fail(f"the job ended in different ways: {sorted(states)}")
 
     def finish_with_faults(self) -> None:
-        """Let all workers succeed, with faults meanwhile, until a node knows of an end."""
+        """Let all workers succeed, amid faults, until a node knows of an end."""
         random, sim = self._end_random, self.sim
         known = len(sim.outcomes)
         sim.finish_workers()
@@ -395,7 +389,6 @@ class Scenario:
         sim.run_until(lambda: sim.is_over, 2 * self._settle_s)
 
     def _start_stores(self) -> None:
-        """Start the stores of hosts without a node that were stopped."""
         serving = [store.host.name for store in self.sim.checker.open_stores]
         for name in self.sim.endpoints:
             if name.startswith("store") and name not in serving:
@@ -447,7 +440,7 @@ class Scenario:
         random.choice(faults)()
 
     def _of_node(self, fault: Callable[[SimNode], None]) -> Callable[[], None]:
-        """Return a call that injects a fault into a random node, if there is one."""
+        """Return a call that injects a fault into a random node, if there is a node."""
 
         def inject() -> None:
             if live_nodes := self.sim.live_nodes:
@@ -558,10 +551,7 @@ class Scenario:
         return nnodes.minimum <= len(placed) == size == min(nnodes.maximum, len(live))
 
     def _is_aside(self, node: SimNode) -> bool:
-        """Return whether a node has succeeded in a round that others replaced at another store.
-
-        The job may have ended by that round, so it waits at its exit barrier.
-        """
+        """Return whether a node has succeeded in a round that others replaced at another store."""
         rounds = self.sim.checker.rounds.rounds
         if node.placement is None or not rounds:
             return False
@@ -581,20 +571,20 @@ class Scenario:
 # -------------------------------------------------------------------- a search
 
 _RIVALS: Final = 4
-"""Of so many situations, the rarest is returned to."""
+"""Situations of which the rarest is returned to."""
 
 _WAVES_MAX: Final = 5
-"""How often faults are injected into one scenario at most."""
+"""Times that faults are injected into one scenario at most."""
 
 _MANY: Final = 3
-"""So many members count as any higher number of them."""
+"""Number of members that stands for any higher number."""
 
 
 class Tape(Random):
-    """Random numbers that repeat former ones, and go on with new ones."""
+    """Random numbers that repeat former numbers, and go on with new numbers."""
 
     def __init__(self, seed: int, draws: Sequence[float] = ()) -> None:
-        """Repeat `draws` first; `seed` is that of all later ones."""
+        """Repeat `draws` first; `seed` is for all later numbers."""
         super().__init__(seed)
         self.draws, self.used = list(draws), 0
 
@@ -640,10 +630,10 @@ class Found:
 
 @dataclass(slots=True)
 class SearchResult:
-    """What a search has reached."""
+    """The result of a search."""
 
     visits: dict[Hashable, int] = field(default_factory=dict)
-    """How many scenarios reached each situation."""
+    """Scenarios that reached each situation."""
     found: list[Found] = field(default_factory=list)
     """How each situation was reached first, in this order."""
 
@@ -658,8 +648,8 @@ def search_scenarios(
 ) -> SearchResult:
     """Play `count` random scenarios, each one after what the former ones have reached.
 
-    The same arguments give the same scenarios.  Without `is_guided` none depends on another,
-    to compare; `spec` and `exit_codes` are those of `run_random_scenario`.
+    The same arguments give the same scenarios.  Without `is_guided` none depends on another, to
+    compare; `spec` and `exit_codes` are as for `run_random_scenario`.
 
     Raises:
         SpecError: an argument is not possible.
@@ -711,7 +701,7 @@ def _anew(random: Random, result: SearchResult) -> Recipe:
 
 
 def _rare(random: Random, result: SearchResult) -> Found:
-    """Return how a situation was reached that is rare rather."""
+    """Return how a situation was reached that is rather rare."""
     rivals = [random.choice(result.found) for _ in range(_RIVALS)]
     return min(rivals, key=lambda one: result.visits[one.situation])
 
@@ -725,10 +715,7 @@ def _other_end(random: Random, result: SearchResult) -> Recipe:
 
 
 def _other_moments(random: Random, result: SearchResult) -> Recipe:
-    """Draw a few moments and faults before a situation otherwise, or a little otherwise.
-
-    Or delay all messages otherwise, so that they cross.
-    """
+    """Draw a few moments and faults before a situation otherwise, or delay all messages so."""
     found = _rare(random, result)
     draws = list(found.recipe.draws)
     for _ in range(random.randint(1, 4)):
@@ -747,7 +734,7 @@ _WAYS: Final = (_anew, _other_end, _other_moments)
 
 @contextmanager
 def _observed(situations: dict[Hashable, int], tape: Tape) -> Iterator[None]:
-    """Note the situation of each decision meanwhile, and what was drawn before it."""
+    """Note the situation of each decision, and the number of draws before it."""
     module: Any = coordinator_runner  # whose drivers look the function up at each call
     decide = module.decide
 
@@ -768,13 +755,13 @@ def _observed(situations: dict[Hashable, int], tape: Tape) -> Iterator[None]:
 
 
 def _knowledge(state: CoordinatorState, now: float) -> Hashable:
-    """Abstract what a coordinator knows before it decides."""
+    """Abstract the knowledge of a coordinator before it decides."""
     current, statuses = state.round, [one.status for one in state.members.values()]
     placed = len(state.active())
     return (
         state.phase,
         min(placed, _MANY),
-        min(len(current.placements) - placed, _MANY),  # those that are gone
+        min(len(current.placements) - placed, _MANY),  # members that are gone
         min(len(statuses) - placed, _MANY),  # joiners, and members of other rounds
         frozenset(one.phase for one in statuses),
         any(one.outcome is not None for one in statuses),

@@ -1,7 +1,7 @@
 """A job of many nodes in virtual time: the shipped agents, on simulated hosts.
 
-Only the workers are simulated: `SimRuntime` and `SimGroup` take the places of the directory,
-the processes and the logs of a job.
+Only the workers are simulated: `SimRuntime` and `SimGroup` take the places of the directory, the
+processes and the logs of a job.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class SimDriver(MultiNodeDriver):
 
 
 class SimRuntime(LocalRuntime):
-    """What a job has on a simulated host: no directory, no processes, no logs."""
+    """A job on a simulated host: no directory, no processes, no logs."""
 
     def __init__(self, node: SimNode, spec: LaunchSpec, publish: Callable[[Event], None]) -> None:
         nproc = spec.nproc_per_node if isinstance(spec.nproc_per_node, int) else 1
@@ -281,19 +281,17 @@ class SimGroup:
 class Simulation:
     """Simulated nodes, stores and a network; the same seed gives the same steps.
 
-    Every step is checked against the invariants of a job (see
-    `elastic_aio.testing.invariants`); the first violation raises `InvariantViolated`
-    with the trace.  A context manager that ends all processes; without it, they end when
-    the simulation is collected.
+    Every step is checked against the invariants of a job (see `elastic_aio.testing.invariants`);
+    the first violation raises `InvariantViolated` with the trace.  A context manager that ends all
+    processes; without it, they end when the simulation is collected.
 
     Args:
-        spec: the job: its number of nodes, restart policy and rendezvous.  What it runs
-            is not started, and its endpoints are those of `endpoints`.  A backend other
-            than "static" is replaced by "c10d", and `is_host` and `tls` by None.
+        spec: the job: its number of nodes, restart policy and rendezvous.  Its program is not
+            started, and its endpoints are replaced by `endpoints`, a backend other than "static" by
+            "c10d", and `is_host` and `tls` by None.
         seed: of all random numbers.
-        endpoints: hosts of the store, in the order of preference: a node's name, or
-            one that begins with "store" for a host without a node.  Empty: the first
-            node.
+        endpoints: hosts of the store, in the order of preference: a node's name, or one that begins
+            with "store" for a host without a node.  Empty: the first node.
         decide_duration: seconds that `restart.decide` takes.
         delay: least and most seconds that a message takes.
     """
@@ -361,7 +359,7 @@ class Simulation:
 
     @property
     def trace(self) -> str:
-        """What has happened, one line each."""
+        """The past events, one line each."""
         return "\n".join(self._trace.lines)
 
     @property
@@ -409,11 +407,11 @@ class Simulation:
         Args:
             name: of the host; a killed node may be started again.
             nproc: number of workers.
-            node_rank: the group rank that it prefers, or has with the backend "static";
-                None: that of the spec.
+            node_rank: the group rank that it prefers, or has with the backend "static"; None: as in
+                the spec.
             rate: speed of its clock.
             offset: seconds by which its wall clock is wrong.
-            spec: another job than that of the simulation, to test that the node is refused.
+            spec: another job than the simulation's, to test that the node is refused.
 
         Raises:
             SpecError: `nproc` or `node_rank` is not possible.
@@ -447,7 +445,7 @@ class Simulation:
         return node
 
     def _checked_behavior(self, node: SimNode, placement: Placement) -> WorkerBehavior:
-        """Call `behavior`; its caller is a task of a node, so `run` raises what it raises."""
+        """Call `behavior`; its caller is a task of a node, so `run` raises its errors."""
         try:
             behavior: object = self.behavior(node, placement)
             if not isinstance(behavior, WorkerBehavior):
@@ -532,7 +530,7 @@ class Simulation:
         node.end_workers(checked_exit_code("exit_code", exit_code, at_least=1))
 
     def finish_workers(self) -> None:
-        """Let all workers succeed, also those of later rounds."""
+        """Let all workers succeed, also in later rounds."""
         self.behavior = lambda node, placement: WorkerBehavior(seconds=0.1)
         for node in self.live_nodes:
             node.end_workers(0)
@@ -629,7 +627,7 @@ class Simulation:
 
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:
-        """Seed the module `random` meanwhile: shipped code and the user's policies use it."""
+        """Seed the module `random` for the block: shipped code and the user's policies use it."""
         former = random.getstate()
         random.setstate(self._random_state)
         try:
@@ -653,10 +651,7 @@ def _simulated_rendezvous(
 
 
 def _with_virtual_decide(spec: LaunchSpec, seconds: float) -> LaunchSpec:
-    """Let `restart.decide` take so many seconds of virtual time, and run on the loop.
-
-    A plain function would run in a thread, of which virtual time knows nothing.
-    """
+    """Let `restart.decide` take virtual seconds, on the loop: virtual time knows no threads."""
     decide = spec.restart.decide
     if decide is None:
         return spec

@@ -1,4 +1,4 @@
-"""What is in the stores of a simulation: statuses, orders and the leader, as written."""
+"""The keys in the stores of a simulation: statuses, orders and the leader, as written."""
 
 from __future__ import annotations
 
@@ -44,11 +44,9 @@ class SimStore(Client):
     """One server's keys of the job: a watch that sees each change when it is made.
 
     Attributes:
-        instance: the id of the server.
         leader: the record of the coordinator of the newest generation, if there is one.
-        statuses: by member.
         orders: the last one for each member.
-        generation: that of the last order; a job that moves here after an end begins another.
+        generation: of the last order; a job that moves here after an end begins another.
         jobs: which job each generation is.
         ends: how generations have ended, and when in virtual time.
         first_led_at: when it first had a leader, in virtual time.
@@ -59,9 +57,9 @@ class SimStore(Client):
     def __init__(
         self, time: VirtualTime, listener: Listener, service: Service, on_change: OnChange
     ) -> None:
-        """Watch; `on_change` is called with each new order or leader, and its member.
+        """Watch; `on_change` is called with each new order or leader and its member.
 
-        It is called with each end and its generation, and with the former jobs.
+        Also with each end and its generation, and with the former jobs.
         """
         super().__init__()
         self.listener = listener

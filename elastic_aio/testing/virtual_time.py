@@ -39,9 +39,9 @@ class VirtualTime:
 class SimHost:
     """A host: its address and its clocks, and whether it runs, is suspended, or is down.
 
-    `rate` is the speed of its clocks (1.0 is exact), and `offset` the error of its wall
-    clock in seconds, which may change.  `boot_time` is what its monotonic clock shows at
-    the beginning: two hosts have different ones, so that a comparison of them fails.
+    `rate` is the speed of its clocks (1.0 is exact), and `offset` the error of its wall clock in
+    seconds, which may change.  `boot_time` is its monotonic clock at the beginning: two hosts have
+    different values, so that a comparison of them fails.
     """
 
     def __init__(self, time: VirtualTime, name: str, address: str, boot_time: float) -> None:
@@ -50,7 +50,7 @@ class SimHost:
         self.rate = 1.0
         self.offset = 0.0
         self.delay = 0.0
-        """Seconds that it adds to each of its messages: that of a slow host."""
+        """Seconds that a slow host adds to each of its messages."""
         self.disturbed_at = -math.inf
         """When it was last resumed, its delay changed, or a connection was reset."""
         self.is_up = True
@@ -84,14 +84,14 @@ class InvariantViolated(AssertionError):
     """An invariant of the job does not hold; the message ends with the trace."""
 
     recipe: object = None
-    """What repeats the scenario, in a search."""
+    """The `Recipe` of the scenario, in a search."""
 
 
 class Trace:
     """Records what happens, one line each.
 
     Attributes:
-        lines: what has happened.
+        lines: the record.
         faults: how many faults there were; new nodes and failing workers count.
         fault_at: when the last one began or ended, in virtual time.
         error: the first violation, or the first error of the caller's `behavior`; the simulation
