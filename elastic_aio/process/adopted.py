@@ -1,27 +1,26 @@
-"""Adopted orphans: processes of a job whose parent has ended, and which are children of this one.
+"""Adopted orphans: processes of a job that have lost their parents and become children of this one.
 
-A daemon leaves its session and loses its parent, and is then known by the marker in its
-environment only.  `ssh-agent` and `gpg-agent` forbid that it is read (PR_SET_DUMPABLE of
-prctl(2)), except by a privileged process.  A *child subreaper* (PR_SET_CHILD_SUBREAPER) becomes
-the parent of all orphans among its descendants: such a daemon is found among its children.  In
-return it has to reap them.
+A daemon leaves its session and loses its parent; only the marker in its environment still tells its
+job.  `ssh-agent` and `gpg-agent` forbid unprivileged processes to read it (PR_SET_DUMPABLE of
+prctl(2)).  A *child subreaper* (PR_SET_CHILD_SUBREAPER) becomes the parent of all orphans among its
+descendants: it finds such a daemon among its children, and has to reap them in return.
 
 This changes the process, so a job of a library asks for it; the command line, which owns its
 process, always does.  It may also be process 1 of a container, which adopts all orphans.
 
 A child was adopted if this package has not started it and it has another session than this
-process: children of the embedding program have the same one, unless they were started as leaders
-of new ones.  Those look like a daemon.  So a library stops only those whose environment it is not
-allowed to read, and reaps only those that it has found as processes of the job; it leaves the
-zombie of a daemon that ends early.
+process.  Children of the embedding program have the same session, unless the program has started
+them as leaders; such a leader looks like a daemon.  So a library stops only adopted children whose
+environment it is not allowed to read.  It reaps only those that it has found as processes of the
+job, and leaves the zombie of a daemon that ends early.
 
-Children that are there before the first worker are strangers, and so are their orphans: in
-`service & exec aio-elastic`, a shell has left the service to the program that replaced it.
-Nothing tells their orphans from those of the workers but the marker, so then it decides.
+Children that exist before the first worker are strangers, and so are their orphans: in `service &
+exec aio-elastic`, a shell has left the service to the program that replaced it.  Only the marker
+tells their orphans from the workers' orphans, so then it decides.
 
-A library cannot stop a daemon that has replaced its environment: the kernel keeps no record of a
-former parent, so nothing tells it from an orphan of another child of the program, nor, if it
-leads its session, from such a child itself.  The command line has no other children, as a rule.
+A library cannot stop a daemon that has replaced its environment.  The kernel records no former
+parent, so such a daemon looks like an orphan of another child of the program or, if it leads its
+session, like such a child.  The command line has no other children, as a rule.
 """
 
 from __future__ import annotations
@@ -51,9 +50,8 @@ class _Subreaper:
     """What all jobs of this process share."""
 
     owns_process = False
-    """Whether this is the process of the command line; it then adopts for every job."""
+    """Whether this process is the command line's; it then adopts for every job."""
     jobs = 0
-    """How many jobs are open, with adoption or without."""
     _users = 0
     _spawning = 0
     _was_subreaper = False
@@ -74,13 +72,13 @@ class _Subreaper:
         self._users += 1
 
     def release(self) -> None:
-        """End one use; after the last one the process is what it was."""
+        """Undo a use; the last call restores the process."""
         self._users -= 1
         if not self._users:
             _set_subreaper(self._was_subreaper)
 
     def forget(self) -> None:
-        """Forget everything in a process that was just forked: it has no jobs and no children."""
+        """Forget everything in a forked process: it has no jobs and no children."""
         self.owns_process = self._was_subreaper = False
         self.jobs = self._users = self._spawning = 0
         self.own.clear()
@@ -178,7 +176,7 @@ class Orphans:
             self._reaping = create_task(self._reap_on_exits(), name="reap orphans")
 
     async def aclose(self) -> None:
-        """Reap those that have exited; the next ones go to another process.  Idempotent."""
+        """Reap the orphans that have exited; later ones go to another process.  Idempotent."""
         if self._reaping is not None:
             await cancel_and_wait([self._reaping])
             self._reaping = None
@@ -193,8 +191,8 @@ class Orphans:
     def find(self, since: int) -> dict[int, int]:
         """Return the start times, by pid, of live orphans that belong to this job.
 
-        While several jobs run in this process that is unknown: they stay until the last
-        job stops.  The job began at `since` ticks.
+        `since` is when the job began, in ticks.  While several jobs run in this process, the owner
+        of an orphan is unknown: orphans stay until the last job stops.
 
         Raises:
             OSError: no descriptor is left.
@@ -220,7 +218,7 @@ class Orphans:
         return {me} | may_adopt(me)
 
     def note(self, processes: Iterable[proc.ProcEntry]) -> None:
-        """Note processes of the job: those that are adopted are reaped when they exit."""
+        """Note processes of the job: the adopted ones are reaped when they exit."""
         if self._is_adopting:
             me = os.getpid()
             self._found.update((item.pid, item.start) for item in processes if item.parent == me)
@@ -228,10 +226,10 @@ class Orphans:
     async def _reap_on_exits(self) -> None:
         with ReceivedSignals([signal.SIGCHLD]) as signals:
             signals.discard([signal.SIGCHLD])
-            self._reap()  # what has exited before
+            self._reap()  # earlier exits
             took = 0.0
             async for _ in signals:
-                # The exit may be that of a worker whose siblings have to be signalled.
+                # A worker may have exited whose siblings have to be signalled.
                 await asyncio.sleep(max(_REAP_S, _REAP_RATIO * took))
                 began = time.perf_counter()
                 self._reap()
@@ -252,7 +250,6 @@ class Orphans:
 
 
 def _is_of_job(pid: int) -> bool:
-    """Return whether an adopted child belongs to the only job of this process."""
     try:
         os.kill(pid, 0)
     except OSError:

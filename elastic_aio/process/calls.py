@@ -1,15 +1,15 @@
 """Calls of functions in worker processes: how a call is passed and its `CallResult` is read.
 
 A call is pickled into a memory file before anything starts.  Plain pickle keeps a worker's start
-cheap; cloudpickle, where it is installed, takes what that cannot: closures, lambdas, and functions
+cheap; cloudpickle, if installed, takes what plain pickle cannot: closures, lambdas, and functions
 of a main module that no other process can import (notebooks, `python -c`).  A worker imports the
 parent's main script only if the call refers to it.
 
 multiprocessing's queues, locks, events and shared memory may be arguments: pickling happens inside
 its own "spawning" context, which collects the descriptors that the worker must inherit.
 
-A worker writes its result into another memory file (`worker.bootstrap` has the format), which is
-read after the worker has ended.
+A worker writes its result into another memory file (format: `worker.bootstrap`), which is read
+after the worker has ended.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ _BYTES_PER_S = 50e6
 
 
 class Payload(Struct, frozen=True):
-    """A pickled call: the descriptor of its memory file, and those that it refers to.
+    """A pickled call: the descriptors of its memory file and of what it refers to.
 
-    All are our own: the program may close a connection that it has passed, or use its number
-    again, before the workers are restarted.
+    All are our own: the program may close a connection that it has passed, or use its number again,
+    before the workers are restarted.
     """
 
     descriptor: int
     inherited: tuple[int, ...]
 
     def close(self) -> None:
-        """Close all; workers that have started hold them open themselves."""
+        """Close all descriptors; started workers hold them open themselves."""
         _close_all([self.descriptor, *self.inherited])
 
 
 class CallResult(Struct, frozen=True):
-    """How a worker's call ended; `kind` is one of `worker.bootstrap`'s.
+    """How a worker's call ended; `kind` is defined in `worker.bootstrap`.
 
     `error` is set when the call raised.  `problem` says why there is no value.
     """
@@ -69,7 +69,6 @@ class CallResult(Struct, frozen=True):
 
     @property
     def is_exception(self) -> bool:
-        """Whether an Exception ended the call, and not another BaseException."""
         return self.kind == bootstrap.RAISED
 
 
@@ -126,7 +125,7 @@ def make_payload(
         with_index: put the worker's index before the arguments.
 
     Raises:
-        SpecError: the function or an argument, which it names, cannot be pickled.
+        SpecError: the named function or argument cannot be pickled.
         HostError: no descriptor is left.
     """
     inherited: list[int] = []
@@ -199,7 +198,7 @@ def _pickle_call(
 
 
 def _unpicklable(function: Callable[..., Any], args: tuple[Any, ...], reason: str) -> SpecError:
-    """Return an error that names the argument that cannot be pickled, or else the function."""
+    """Return an error that names the unpicklable argument, or else the function."""
     for position, argument in enumerate(args):
         inherited: list[int] = []
         try:
@@ -213,7 +212,6 @@ def _unpicklable(function: Callable[..., Any], args: tuple[Any, ...], reason: st
 
 
 def _reason(error: Exception) -> str:
-    """Return why plain pickle fails, and whether cloudpickle, which is missing, would not."""
     import pickle
 
     reason = one_line(str(error)) or type(error).__name__
@@ -301,7 +299,6 @@ def _refers_to_main(body: bytes) -> bool:
 
 
 def _main_script() -> tuple[str | None, str | None] | None:
-    """Return the name or the path by which a worker can import our main module."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     if spec is not None and spec.name:
@@ -318,11 +315,10 @@ def _main_script() -> tuple[str | None, str | None] | None:
 async def read_call_result(descriptor: int) -> CallResult:
     """Read a worker's result; never fails.
 
-    A pickle imports modules and runs code of the user's, so a thread reads it, one at a time.
-    The code may block for ever, or exit: then there is no value, but a `problem`.
+    A pickle imports modules and runs the user's code, so a thread reads one result at a time. If
+    the code blocks for ever or exits, there is no value, but a `problem`.
 
-    Cancellation: leaves the thread running and the descriptor as it was.  Idempotent; safe
-    to call again.
+    Cancellation: leaves the thread running and the descriptor as it was.  Idempotent.
     """
     # Workers pickle the main script's classes under multiprocessing's name for it.
     sys.modules.setdefault("__mp_main__", sys.modules["__main__"])
@@ -343,7 +339,7 @@ async def read_call_result(descriptor: int) -> CallResult:
 
 
 async def close_results(descriptors: Sequence[int]) -> None:
-    """Close files of results; the kernel takes 100 ms to free a gigabyte, so a thread does it.
+    """Close files of results in a thread: the kernel takes 100 ms to free a gigabyte.
 
     Cancellation: the thread closes them nevertheless.
     """

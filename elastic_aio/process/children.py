@@ -1,27 +1,26 @@
-"""Children: what is started, how it is started from an argv on any event loop, and seen to end.
+"""Children: started from an argv on any event loop, and watched until they end.
 
-There are two ways to start, behind one `Child`.  No thread, no signal handler and no timer is
-needed to see an exit.
+Both ways to start give a `Child`, whose exit is seen without a thread, signal handler or timer.
 
 On a **stock loop** children come from `asyncio.create_subprocess_exec`, through public API only.
-There asyncio reaps, and a pidfd that is opened here serves to signal without racing the reaper
-(asyncio's `send_signal` can hit a recycled pid before Python 3.13) and to read the status and the
-resource usage.  Descriptors are handed over, never PIPE: `Process.wait()` on pipes waits for their
-end of file, which a grandchild can hold back.
+asyncio reaps them.  A pidfd that is opened here sends signals without racing the reaper (asyncio's
+`send_signal` can hit a recycled pid before Python 3.13), and gives the status and the resource
+usage.  Descriptors are handed over, never PIPE: `Process.wait()` on pipes waits for their end of
+file, which a grandchild can hold back.
 
 On **other loops** (uvloop) children come from `subprocess.Popen`, are watched by pidfd and reaped
 by `wait4`, which also reports their resource usage.  uvloop's own subprocess is unfit for
 supervision: it ignores `close_fds`, it forks the whole address space while the loop is blocked
-(76 ms with a parent of 2 GB, where `Popen` takes 1 ms by vfork), and it hangs if other code reaps
-the child.  So is asyncio's where it waits for children by threads, the default of Python 3.11: one
-thread per child, which cannot be started when the process table is full.  The watcher is a setting
+(with a parent of 2 GB that takes 76 ms, `Popen` by vfork 1 ms), and it hangs if other code reaps
+the child.  asyncio is unfit too where it waits for children by threads, the default of Python 3.11:
+it starts a thread per child, which fails when the process table is full.  The watcher is a setting
 of the process, so a library does not change it; the command line does.
 
 Neither uses `preexec_fn` (it rules out vfork) or PR_SET_PDEATHSIG (see `guardian`).
 
 A child inherits the signal mask of the spawning thread, and threads of programs often block all
-signals.  A stop could then only kill it.  Clearing the mask here around the spawn would let the
-program's own signals in.  So such a child is started by `posix_spawn`, which takes the mask of the
+signals; a stop could then only kill it.  Clearing the mask here around the spawn would let the
+program's own signals in.  So `posix_spawn`, which takes the mask of the child, starts such a
 child.  It takes no working directory: env(1) changes that, and executes the program (same pid).
 """
 
@@ -55,12 +54,12 @@ from elastic_aio.text import error_reason
 
 
 class ChildSpec(Struct, frozen=True):
-    """One child to start, and all that it inherits.
+    """A child to start, and all that it inherits.
 
-    `stdin`, `stdout` and `stderr` are descriptors that the child gets as 0, 1 and 2;
-    the caller closes them.  `pass_fds` are inherited under their own numbers.  Every
-    child leads a session of its own.  A forked child runs `call` in place of `argv`;
-    it returns the exit code.  With `cpus` the child is bound to these before it runs.
+    The child gets the descriptors `stdin`, `stdout` and `stderr` as 0, 1 and 2; the caller closes
+    them.  It inherits `pass_fds` under their own numbers, leads a session of its own, and is bound
+    to `cpus`, if any, before it runs.  A forked child runs `call` in place of `argv` and exits with
+    the code that `call` returns.
     """
 
     argv: tuple[str, ...]
@@ -77,7 +76,7 @@ class ChildSpec(Struct, frozen=True):
 class ChildExit(Struct, frozen=True):
     """How a child ended, and when: `at` is in seconds of `time.monotonic`.
 
-    (The loop's time would not do: uvloop keeps it in whole milliseconds.)
+    uvloop's time would not do: it is in whole milliseconds.
     """
 
     status: ExitStatus
@@ -86,8 +85,6 @@ class ChildExit(Struct, frozen=True):
 
 
 class Child(Protocol):
-    """A child process, running or ended."""
-
     @property
     def pid(self) -> int:
         """Its process id, which is also the id of its session."""
@@ -97,8 +94,8 @@ class Child(Protocol):
         """Done when the process has ended and was reaped, or is about to be; never cancelled."""
 
     on_exit: Callable[[ChildExit], object]
-    """Called at once when it has ended, before the callbacks of `exited`, which take an iteration
-    of the loop.  Not called if it is set later."""
+    """Called at once when the child has ended, before the callbacks of `exited`, which take an
+    iteration of the loop.  Not called if it is set later."""
 
     def has_ended(self) -> bool:
         """Return whether the process has ended, reaped or not."""
@@ -107,7 +104,7 @@ class Child(Protocol):
         """Send a signal to the process itself; return whether it still existed."""
 
     def release(self) -> None:
-        """Let it run its program if it waits for that (see `fork`); it is on the session list."""
+        """Let it, once on the session list, run its program if it waits for that (see `fork`)."""
 
 
 class Spawner(Protocol):
@@ -140,7 +137,7 @@ def check_program(spec: ChildSpec) -> None:
     """Check that a program can be executed, if a wrapper is executed first.
 
     Raises:
-        SpawnError: the same that a spawn without the wrapper raises.
+        SpawnError: as by a spawn without the wrapper.
     """
     path = program_path(spec)
     if not os.path.exists(path):
@@ -174,8 +171,8 @@ def program_path(spec: ChildSpec) -> str:
 
 
 def _which(spec: ChildSpec, mode: int) -> str | None:
-    """Return the first file of the program's name in PATH that has a mode; no directories."""
-    # As `shutil.which`, whose import takes as long as that of ten modules here.
+    """Return the first file in PATH that has the program's name and a mode; no directories."""
+    # As `shutil.which`, whose import takes as long as ten modules here.
     for directory in os.get_exec_path(spec.env) if spec.env.get("PATH") != "" else ():
         path = os.path.join(directory, spec.argv[0])
         if os.access(path, mode) and not os.path.isdir(path):
@@ -187,14 +184,14 @@ def check_directory(spec: ChildSpec) -> None:
     """Check that a forked child can enter its working directory.
 
     Raises:
-        SpawnError: the same that a spawn raises.
+        SpawnError: as by a spawn.
     """
     if spec.cwd is not None and not (os.path.isdir(spec.cwd) and os.access(spec.cwd, os.X_OK)):
         raise spawn_error(OSError(errno.ENOENT, "no such directory"), spec)
 
 
 def spawn_error(error: OSError, spec: ChildSpec) -> SpawnError:
-    """Return a `SpawnError` with one line that says why a child could not be started."""
+    """Return a `SpawnError` that says in one line why a child could not be started."""
     program, code = spec.argv[0], error.errno or 0
     if code == errno.EACCES and os.path.sep not in program and not _which(spec, os.F_OK):
         code = errno.ENOENT  # a directory has this name
@@ -266,7 +263,7 @@ class PidfdChild:
     def __init__(
         self, pid: int, pidfd: int, reaped: asyncio.Future[ChildExit] | None = None
     ) -> None:
-        """Begin; `reaped` is done when it is reaped, if that follows its exit."""
+        """Watch a child; `reaped` is done when it is reaped, if that follows its exit."""
         self.pid = pid
         self._fork = ForkGuard()
         self.exited: asyncio.Future[ChildExit] = asyncio.get_running_loop().create_future()
@@ -281,7 +278,6 @@ class PidfdChild:
         return f"<Child {self.pid}: {state}>"
 
     def set_exited(self, ended: ChildExit) -> None:
-        """Note how it has ended."""
         on_exit, self.on_exit = self.on_exit, bool  # drops what it refers to
         self.exited.set_result(ended)
         on_exit(ended)
@@ -302,7 +298,7 @@ class PidfdChild:
         return True
 
     def release(self) -> None:
-        """Do nothing: it does not wait."""
+        """Do nothing: the child does not wait."""
 
 
 def _kill(pid: int, number: int) -> bool:
@@ -338,7 +334,7 @@ def open_child_pidfd(pid: int) -> int:
 class ReapedChild(PidfdChild):
     """A child that is watched by pidfd and reaped here, by `wait4`.
 
-    The embedding program may reap it first: then its status is lost.
+    If the embedding program reaps it first, its status is lost.
     """
 
     def __init__(self, pid: int, *, on_reaped: Callable[[int], object] = bool) -> None:
@@ -413,10 +409,10 @@ def _options(spec: ChildSpec) -> dict[str, Any]:
 
 @contextmanager
 def _bound_to(cpus: frozenset[int]) -> Iterator[None]:
-    """Bind this thread to some CPUs, if there are any, while it spawns a child.
+    """Bind this thread to some CPUs, if any, while it spawns a child.
 
-    The child inherits that, sched_setaffinity(2): it is bound before its program runs, and
-    no further process or program is needed for it.
+    The child inherits the binding (sched_setaffinity(2)), so it is bound before its program runs,
+    without a further process or program.
     """
     if not cpus:
         yield
@@ -426,7 +422,7 @@ def _bound_to(cpus: frozenset[int]) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError):  # these CPUs have been taken from this process meanwhile
+        with suppress(OSError):  # this process has lost these CPUs
             os.sched_setaffinity(0, own)
 
 
@@ -434,8 +430,8 @@ async def spawn_with_asyncio(spec: ChildSpec) -> Child:
     """Start a child through asyncio, which will reap it.
 
     Raises:
-        SpawnError: the child could not be started; or the embedding program has reaped it before
-            asyncio has opened its pidfd, so that it has run, and its pid and status are lost.
+        SpawnError: the child could not be started; or it has run, but the embedding program has
+            reaped it before asyncio opened its pidfd, so that its pid and status are lost.
     """
     if spec.cpus or _blocks_signals():
         return await spawn_with_popen(spec)  # which spawns in one step, see `_bound_to`
@@ -458,21 +454,16 @@ async def spawn_with_asyncio(spec: ChildSpec) -> Child:
 class _AsyncioChild(PidfdChild):
     """A child that asyncio reaps.
 
-    asyncio reports code 255 for a child that another part of the program has reaped.  So the
-    status is read from the zombie before asyncio reaps it: the kernel wakes the pollers of a
-    process from the latest to the first, and asyncio polled first.  If asyncio or the other part
-    was faster nevertheless, 255 counts as a status that is lost.
+    asyncio reports code 255 for a child that another part of the program has reaped.  So the status
+    is read from the zombie before asyncio reaps it: the kernel wakes the pollers of a process from
+    the latest to the first, and asyncio polled first.  If asyncio or the other part was faster
+    nevertheless, 255 counts as a lost status.
 
-    A child that exits at once is reaped before `create_subprocess_exec` returns, one of five
-    `/bin/true`.  Then the status is that of asyncio, and the usage is lost.
+    A child that exits at once, as one of five `/bin/true`, is reaped before
+    `create_subprocess_exec` returns.  Then asyncio's status counts, and the usage is lost.
     """
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
-        """Watch a child that has just been started.
-
-        Raises:
-            OSError: no descriptor is left for the pidfd.
-        """
         descriptor = -1 if process.returncode is not None else open_child_pidfd(process.pid)
         super().__init__(process.pid, descriptor, asyncio.get_running_loop().create_future())
         self._process = process
@@ -517,7 +508,7 @@ class _AsyncioChild(PidfdChild):
 
 
 def _peek(descriptor: int) -> tuple[ExitStatus, ResourceUsage | None] | None:
-    """Return how the child of a pidfd has ended, and its usage; None if it runs, or is reaped."""
+    """Return how the child of a pidfd has ended, and its usage; None if it runs or is reaped."""
     try:
         result = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except OSError:
@@ -546,7 +537,6 @@ async def spawn_with_popen(spec: ChildSpec) -> Child:
 
 
 def _posix_spawn(spec: ChildSpec) -> int:
-    """Start a child with no signal blocked; return its pid."""
     path, argv = program_path(spec), spec.argv
     if spec.cwd is not None:
         check_directory(spec)

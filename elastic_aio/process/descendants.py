@@ -3,24 +3,25 @@
 A process is a descendant if
 
 * its **session** is one that a worker leads (workers are started by `setsid`; a
-  shell's job control makes new process groups, not new sessions); or
+shell's job control makes new process groups, not new sessions); or
 * its **parent** is a descendant (even with another session and an empty environment); or
 * its **environment** holds the job's marker, a variable whose *name* is unique to
-  the job, so that nested jobs carry both (a daemon leaves the session, but keeps the
-  environment), *and* its parent may have adopted it.  The marker alone proves nothing:
-  `sbatch --export=ALL` hands it to a job whose parent is a daemon of the scheduler.
+the job, so that nested jobs carry both (a daemon leaves the session, but keeps the environment),
+*and* its parent may have adopted it.  The marker alone proves nothing: `sbatch --export=ALL` hands
+it to a job whose parent is a daemon of the scheduler.
 
 A session counts only while its number cannot have been used again (`WorkerSession`).
 
 The list of the sessions is an anonymous file in memory, which an agent writes and its guardian
-reads: writing wakes no process, and the file outlives the agent for as long as the guardian
-holds it open.  One line a session: its number, the ticks at which its leader started, and those
-at which it was reaped (`-` until then), padded, and a checksum.  A SIGKILL of the agent can cut a
-write short.  A line of 64 bytes lies within one page of the file, which the kernel copies at
-once; should it be torn even so, the checksum tells, and only this entry is lost: its processes
-are then found by the marker, as before they were listed.  A row with the number 0 (`STARTING`)
-that is not closed says that children are being started since these ticks.  A child has neither
-a session nor the marker before its exec, which a file system can delay.
+reads.  Writing wakes no process, and the file outlives the agent while the guardian holds it open.
+A line has the session's number, the ticks at which its leader started, the ticks at which the
+leader was reaped (`-` until then), padding, and a checksum.  A SIGKILL of the agent can cut a write
+short.  A line of 64 bytes lies within one page of the file, which the kernel copies at once; if it
+is torn even so, the checksum tells, and only this entry is lost: its processes are then found by
+the marker, as before they were listed.
+
+An open row with the number 0 (`STARTING`) says that children are being started since these ticks. A
+child has neither a session nor the marker before its exec, which a file system can delay.
 
 The guardian runs this file in a bare interpreter, as `proc`.
 """
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 
 STARTING = 0
-"""The number of the row of the children that are being started."""
+"""Number of the row for children that are being started."""
 _LINE = 64
 _BODY = _LINE - 9
 # How often one scan looks again at execs under way, and the pause before, in seconds: an
@@ -51,10 +52,10 @@ _PAUSE_S = 0.002
 class WorkerSession:
     """A worker's session: its number is the worker's pid, and `opened` when that has started.
 
-    The kernel does not use the number again while the leader is not reaped, nor while any member
-    lives.  A process with this session id is therefore certainly a member if it started before
-    the leader was reaped (`closed`; None until then; both in ticks).  A later process is a member
-    only if such a process still exists.
+    `closed` is when the leader was reaped, None until then; both times are in ticks.  The kernel
+    does not use the number again while the leader is not reaped, nor while any member lives.  So a
+    process with this session id that started before `closed` is certainly a member.  A later
+    process is a member only if such a process still exists.
     """
 
     __slots__ = ("closed", "number", "opened")
@@ -72,7 +73,7 @@ class WorkerSession:
 
 
 def list_size(workers: int) -> int:
-    """Return the bytes of a list with these workers, the fork server, and one that is starting."""
+    """Return the bytes of a list with these workers, the fork server, and a starting worker."""
     return (workers + 2) * _LINE
 
 
@@ -87,8 +88,8 @@ def write_session(descriptor: int, row: int, session: WorkerSession) -> None:
 def write_session_list(descriptor: int, sessions: Iterable[WorkerSession]) -> None:
     """Replace a session list by some of its sessions, in the same order.
 
-    The lines that stay move forward one by one, so that each is in the file at any
-    moment; stale lines are cut off last.
+    The lines that stay move forward one by one, so that each is in the file at any moment; stale
+    lines are cut off last.
     """
     row = 0
     for row, session in enumerate(sessions, 1):
@@ -107,18 +108,15 @@ class SessionList:
         self._descriptor = descriptor
 
     def add(self, session: WorkerSession) -> None:
-        """List a session."""
         self.sessions[session.number] = session
         self._write(session)
 
     def close(self, session: WorkerSession, ticks: int) -> None:
-        """Note when the leader was reaped."""
         session.closed = ticks
         if self.sessions.get(session.number) is session:
             self._write(session)
 
     def remove(self, numbers: Iterable[int]) -> None:
-        """Remove some sessions."""
         for number in numbers:
             del self.sessions[number]
         if self._descriptor >= 0:
@@ -129,7 +127,7 @@ class SessionList:
             self._rows = {session.number: row for row, session in enumerate(rows)}
 
     def set_starting(self, since: int | None) -> None:
-        """Note that children are being started since these ticks; None: not any more."""
+        """Note since which ticks children are being started; None: not any more."""
         self._starting = [] if since is None else [WorkerSession(STARTING, since)]
         self._write(self._starting[0] if self._starting else WorkerSession(STARTING, 0, 0))
 
@@ -167,7 +165,7 @@ def read_session_list(descriptor: int) -> dict[int, WorkerSession]:
 def may_be_in_exec(process: proc.ProcEntry, program: tuple[int, int, int] | None) -> bool:
     """Return whether a process, which `program` has started, may not have ended its exec.
 
-    It shows the program of its parent first, and then, in the exec, no arguments.
+    It shows its parent's program first, and then, in the exec, no arguments.
     """
     present = proc.read_process(process.pid)
     if present is None or present.start != process.start or present.is_dead:
@@ -193,7 +191,7 @@ def list_execs(since: int, program: tuple[int, int, int] | None) -> list[proc.Pr
 
 
 class Scanner:
-    """Finds the descendants of a job's workers; keeps what the next scans need not look at."""
+    """Finds the descendants of a job's workers; remembers what later scans need not look at."""
 
     def __init__(
         self,
@@ -209,7 +207,7 @@ class Scanner:
             since: ticks at which the job began; no older process can belong to it.
             sessions: the workers' sessions by number, which may change between scans.
             adopters: returns the pids of the processes that adopt orphans of the job; called if
-                only the marker in its environment says that a process is of the job.
+                only the marker says that a process is of the job.
         """
         self.marker = marker
         self.since = since
@@ -226,10 +224,10 @@ class Scanner:
     def find(self, known: Mapping[int, int]) -> Generator[float, None, list[proc.ProcEntry]]:
         """Read every process once; return the live descendants of the workers.
 
-        Yields before each process, so that a caller with an event loop can run other tasks.  The
-        value is 0, or the seconds to pause because an exec hides an environment; a scan pauses
-        for 0.2 s at most, and never twice for the same process.  `known` are the start times, by
-        pid, of processes that are known as descendants.
+        Yields before each process, so that a caller with an event loop can run other tasks: 0, or
+        the seconds to pause because an exec hides an environment.  A scan pauses for 0.2 s at most,
+        and never twice for the same process.  `known` are the start times, by pid, of known
+        descendants.
 
         Raises:
             OSError: there is no /proc, or this process has no descriptors or memory left.
@@ -273,7 +271,7 @@ class Scanner:
 
 
 class _Found:
-    """What one scan has found: the processes of the job, and those that may belong to it."""
+    """The processes of the job that a scan has found, and those that may belong to it."""
 
     def __init__(self, scanner: Scanner) -> None:
         self.ours: dict[int, proc.ProcEntry] = {}
@@ -302,7 +300,7 @@ class _Found:
         return self.classify(process) is None
 
     def undecided(self) -> list[proc.ProcEntry]:
-        """Return the processes with the marker whose parent is about to leave them to another."""
+        """Return the processes with the marker whose parent is about to leave them."""
         parents = (
             (self._unknown[pid], self._unknown.get(self._unknown[pid].parent))
             for pid in self._marked & self._unknown.keys()
@@ -334,8 +332,8 @@ class _Found:
 def may_adopt(pid: int) -> set[int]:
     """Return the pids that orphans of a process may have as their parent.
 
-    These are its ancestors, since the kernel does not show which of them is a child
-    subreaper, and process 1 of this pid namespace (PR_SET_CHILD_SUBREAPER in prctl(2)).
+    These are its ancestors, since the kernel does not show which of them is a child subreaper, and
+    process 1 of this pid namespace (PR_SET_CHILD_SUBREAPER in prctl(2)).
     """
     found = set() if proc.is_foreign() else {1}
     while process := proc.read_process(pid):

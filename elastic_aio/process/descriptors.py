@@ -1,12 +1,10 @@
-"""Descriptors of this process: how many it may have, and the standard ones that workers inherit.
+"""Descriptors of this process: how many it may have, and the standard streams of workers.
 
-RLIMIT_NOFILE is raised for this process while a job needs it, and unchanged for workers.
-
-The soft limit is raised only if a job needs more than it allows.  Each worker is then
-started through util-linux's `prlimit`, or `sh` where that is missing, which restores the
-old limit before it executes the worker (same pid).  Setting the limit from outside after
-the spawn would race with the worker's first instructions, and lowering it in this
-process around each spawn would make `open` fail in other threads.
+The soft limit (RLIMIT_NOFILE) is raised only while a job needs more than it allows.  Each worker is
+then started through util-linux's `prlimit`, or `sh` where that is missing, which restores the old
+limit before it executes the worker (same pid).  Setting the limit from outside after the spawn
+would race with the worker's first instructions, and lowering it in this process around each spawn
+would make `open` fail in other threads.
 """
 
 from __future__ import annotations
@@ -32,19 +30,19 @@ _SPARE = 64
 class DescriptorLimit:
     """This process's soft limit, raised while a job needs it.
 
-    All jobs of a process have one, `limit`, which adds up what they need.  While it is raised, the
-    workers of every job get the original one.
+    `limit`, the only instance, adds up what the jobs of the process need.  While it is raised, the
+    workers of every job get the original limit.
     """
 
     original: int | None = None
-    """The soft limit for workers; None: the one in force."""
+    """The soft limit for workers; None: the present limit."""
     _reserved = 0  # by all jobs
     _outside = 0  # open descriptors of no job, as far as they are known
 
     def reserve(self, workers: int, each: int = _PER_WORKER) -> int:
         """Raise the limit for a job, if need be; `release` must follow.
 
-        Each of the workers takes `each` descriptors.  Returns how many are reserved.
+        Each worker takes `each` descriptors.  Returns how many are reserved.
 
         Raises:
             HostError: the hard limit is too low.  A supervisor without descriptors
@@ -86,7 +84,6 @@ limit = DescriptorLimit()
 
 
 def set_soft_limit(soft: int) -> None:
-    """Set the soft limit of this process."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -130,9 +127,9 @@ def with_descriptor_limit(spec: ChildSpec, soft: int) -> ChildSpec:
 class StandardStreams:
     """This process's standard streams, and `/dev/null`; must be closed.
 
-    In a program that was started without standard streams, the next files that it opens
-    get their numbers: its event loop, for example.  Python and libuv open everything with
-    FD_CLOEXEC, so a descriptor that has this flag is no standard stream.
+    In a program that was started without standard streams, the next files that it opens, such as
+    its event loop, get their numbers.  Python and libuv open everything with FD_CLOEXEC, so a
+    descriptor with this flag is no standard stream.
     """
 
     def __init__(self) -> None:

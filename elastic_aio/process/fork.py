@@ -1,18 +1,18 @@
 """Children by plain fork: they share the supervisor's memory.
 
 Fast, and nothing need be picklable; but a fork copies one thread of a process that may have
-several, so locks that other threads hold stay locked in the child, and most accelerators'
-libraries do not survive it.  Python 3.12 and later warn of that; the warning is suppressed,
-because the caller has chosen "fork" by name.
+several, so locks that other threads hold stay locked in the child, and most accelerators' libraries
+do not survive it.  Python 3.12 and later warn of that; the warning is suppressed, because the
+caller has chosen "fork" by name.
 
 The child inherits all descriptors of the supervisor: queues among the arguments need theirs, and
-the owners of the others are unknown.  Its environment in /proc stays the supervisor's, without
-the job's marker: it is found by its session and by its parents.
+the owners of the others are unknown.  Its environment in /proc stays the supervisor's, without the
+job's marker: it is found by its session and by its parents.
 
-So the guardian cannot find a child that is not on the session list yet.  Each child therefore
-waits for a byte in a pipe, which comes when it is listed (`Child.release`), and exits if the
-supervisor ends before.  A pipe alone would not do: other processes that the program forks hold
-its end for writing open, so the child waits on a pidfd of the supervisor too.
+So the guardian cannot find a child that is not on the session list yet.  Each child therefore waits
+for a byte in a pipe, which comes when it is listed (`Child.release`), and exits if the supervisor
+ends before.  A pipe alone would not do: other forks of the program hold its end for writing open,
+so the child waits on a pidfd of the supervisor too.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _fork(spec: ChildSpec, detach: Callable[[], None]) -> int:
 
 
 class _WaitingChild(ReapedChild):
-    """A forked child, which waits until it is released."""
+    """A forked child that waits until it is released."""
 
     def __init__(self, pid: int, gate: int) -> None:
         super().__init__(pid)

@@ -1,17 +1,17 @@
 """The client of the fork server: workers forked from a process with their imports done.
 
-The server (`forkserver_main`) is a child of ours.  It takes any `ChildSpec` whose command is
-Python code that it can run: the bootstrap of functions, a script, a module.  A request is one
-message with a memory file, which holds the command, and the worker's descriptors; these keep
-their new numbers in the worker, since modules that the server has imported may use the old ones.
+The server (`forkserver_main`) is a child of ours.  It takes any `ChildSpec` whose command is Python
+code that it can run: the bootstrap of functions, a script, a module.  A request is one message with
+a memory file, which holds the command, and the worker's descriptors; these keep their new numbers
+in the worker, since modules that the server has imported may use the old ones.
 
 The "started" reply brings a pidfd that the server has opened before it could reap, so the pid
-cannot have been used again.  The exit status comes from the server, which is the parent.  If it
-ends, exits are seen by pidfd, their status is unknown, and the next spawn starts another server.
+cannot have been used again.  The exit status comes from the server, which is the parent.  If the
+server ends, exits are seen by pidfd without a status, and the next spawn starts another server.
 
-The server has this process's descriptor limit: it needs some for each worker.  A forked worker
-has the server's environment in /proc; so the server has the job's marker, and the process tree
-excludes it.
+The server has this process's descriptor limit, since each worker needs some.  A forked worker has
+the server's environment in /proc, so the server has the job's marker; the process tree excludes the
+server.
 """
 
 from __future__ import annotations
@@ -162,10 +162,7 @@ class ForkServer:
             return await self._channel.fork(spec)
 
     async def aclose(self) -> None:
-        """Kill the server and wait until it is reaped, for 10 seconds at most.
-
-        Idempotent; safe to call again after cancellation.
-        """
+        """Kill the server and wait until it is reaped, for 10 seconds at most.  Idempotent."""
         if self._channel is not None:
             await self._channel.aclose()
 
@@ -228,7 +225,7 @@ class _Channel:
         self._on_lost()
 
     def _on_exit(self) -> None:
-        """Read what the server has sent, and no end of file: its forks may hold the socket."""
+        """Read what the server has sent, but no end of file: its forks may hold the socket."""
         while not self.is_lost and self._receive():
             pass
         self._on_lost()
@@ -303,8 +300,6 @@ class _Channel:
 
 
 class _ForkedChild(PidfdChild):
-    """A worker that the server has forked and reaps."""
-
     _is_reaped_here = False
 
     def on_reaped(self, wait_status: int, rusage: resource.struct_rusage) -> None:

@@ -1,9 +1,8 @@
 """The fork server: imports the workers' modules once, and forks workers on request.
 
-Run as `python -u forkserver_main.py SOCKET SETTINGS`, by `forkserver`; ends when the
-other end of its socket is closed.  It starts no thread and no event loop, so that a fork
-of it is a clean copy.  Only a parent can reap: this process reaps the workers and
-reports their status.
+Run as `python -u forkserver_main.py SOCKET SETTINGS`, by `forkserver`; ends when the other end of
+its socket is closed.  It starts no thread and no event loop, so that its forks are clean copies.
+Only a parent can reap: this process reaps the workers and reports their status.
 """
 
 from __future__ import annotations
@@ -96,7 +95,6 @@ class _Server:
                     return
 
     def _set_path(self, settings: dict[str, Any]) -> None:
-        """Set `sys.path` to what the workers will have."""
         from elastic_aio.worker import scripts
 
         if settings["program"]:

@@ -1,17 +1,16 @@
 """The agent's side of the guardian process: started before the workers, kept running.
 
-No worker may outlive its supervisor, not even one that is killed by SIGKILL.  The kernel's own
+No worker may outlive its supervisor, not even a supervisor that SIGKILL ends.  The kernel's own
 means do not suffice: PR_SET_PDEATHSIG reaches the direct child only and fires when the spawning
-thread ends; a writable cgroup needs privileges.  So each agent has one more process, a bare
+thread ends; a writable cgroup needs privileges.  So each agent has a further process, a bare
 interpreter of about 4 MB that waits until the agent is gone and then ends what is left
 (`guardian_main`).
 
 The guardian notices the end of the supervisor by a lock that the kernel releases.  An event loop
-may be closed, and the program go on, while a job is still running: then the lock is released here
-(`_LoopAnchor`).
+may be closed, and the program go on, while a job is still running: then `_LoopAnchor` releases it.
 
-An interpreter may fail to start, and `sys.executable` may be a frozen application, which would
-run itself.  So the guardian reports through a pipe that it works, and no worker starts before.
+An interpreter may fail to start, and `sys.executable` may be a frozen application, which would run
+itself.  So the guardian reports through a pipe that it works, and no worker starts before.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class Guardian:
 
         Args:
             job: the caller closes it.
-            plan: its first signal is what the guardian sends first.
+            plan: the guardian sends its first signal first.
             on_restarted: called with the pid of a guardian that took the place of another.
             on_lost: called with the reason when a guardian has ended and another one does
                 not start; further attempts follow, up to a minute apart.
@@ -105,7 +104,7 @@ class Guardian:
         self._anchor = anchor
 
     def release(self) -> None:
-        """Let the process end the job as if this process had ended; needs no event loop."""
+        """Let the guardian end the job as if this process had ended; needs no event loop."""
         self._is_released = True
         self._job.release()
 
@@ -121,18 +120,17 @@ class Guardian:
         Cancellation: leaves the process to `aclose`.
 
         Raises:
-            HostError: it does not work.
+            HostError: the process has ended, or has not reported.
         """
         assert self._process is not None, "start() comes first"
         await self._process.wait_ready()
         self._keeping = create_task(self._keep(self._process), name="keep the guardian running")
 
     async def end_job(self) -> bool:
-        """Let the guardian stop what this process cannot: it has descriptors of its own.
+        """Let the guardian, which has descriptors of its own, stop what this process cannot.
 
-        Another guardian takes its place.  Ends after the grace period and the `reap_timeout` of
-        the stop plan; returns whether the guardian has found no process any more.  Idempotent;
-        safe to call again after cancellation.
+        Another guardian takes its place.  Ends after the grace period and the `reap_timeout` of the
+        stop plan; returns whether the guardian has found no process any more.  Idempotent.
         """
         if self._process is None or self._process.child.exited.done():
             return False  # another one is being started
@@ -151,10 +149,7 @@ class Guardian:
         return child.exited.result().status.is_success
 
     async def aclose(self) -> None:
-        """Kill the process and wait until it is reaped, for 10 seconds at most.
-
-        Idempotent; safe to call again after cancellation.
-        """
+        """Kill the process and wait until it is reaped, for 10 seconds at most.  Idempotent."""
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.wait([self._keeping])
@@ -198,7 +193,7 @@ class Guardian:
 
 
 class _LoopAnchor:
-    """An object that only an event loop refers to: it is collected when the loop is closed.
+    """An object that only an event loop refers to: a closed loop frees it.
 
     The loop keeps it as the reader of a descriptor that never becomes readable.
     """
@@ -222,7 +217,7 @@ class _Process:
     """A spawned guardian in an event loop; `wait_ready` must follow, or `close`."""
 
     def __init__(self, spawned: GuardianProcess) -> None:
-        """Watch for the report, and for the exit."""
+        """Watch for the report and the exit."""
         self._spawned = spawned
         process = spawned.process
         try:
@@ -252,7 +247,6 @@ class _Process:
             self.close()
 
     def close(self) -> None:
-        """Stop watching for the report.  Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._loop.remove_reader(self._spawned.report)

@@ -1,24 +1,24 @@
 """The guardian process: when its supervisor is gone, it ends what is left of the job.
 
 Run as `python -I -S guardian_main.py REPORT SESSIONS PIPES MARKER SINCE SIGNAL GRACE SCOPE`, in a
-session of its own.  It waits until it gets the lock of the session list, which the supervisor
-holds (F_SETLK of fcntl(2)).  The kernel releases such a lock when the process ends, by SIGKILL
-too, and when it executes another program, because the descriptor is closed on exec.  A pidfd does
-not notice an exec, and a pipe stays open in every child that the embedding program forks; a lock
-is not inherited by forks.
+session of its own.  It waits until it gets the lock of the session list, which the supervisor holds
+(F_SETLK of fcntl(2)).  The kernel releases such a lock when the process ends, by SIGKILL too, and
+when it executes another program, because the descriptor is closed on exec.  A pidfd does not notice
+an exec, and a pipe stays open in every child that the embedding program forks; forks do not inherit
+a lock.
 
-Then the leaders of the workers get SIGNAL, what they have started gets it after them
-(`stop_order`; with the SCOPE "all" at once), and all get SIGKILL after GRACE seconds, again and
-again until none is found (see `tree`).
+Then the leaders of the workers get SIGNAL, their descendants get it after them (`stop_order`; with
+the SCOPE "all" at once), and all get SIGKILL after GRACE seconds, again and again until none is
+found (see `tree`).
 
 The supervisor was the reader of the workers' pipes.  A worker that prints while it saves would end
 by SIGPIPE, so the pipes stay open (`KeptPipes`), and are read here until the job has ended.
 
 A worker that was being started has the job's marker only after its exec, which can take long on a
-slow file system; until then it shows the supervisor's program and stack.  So if the session list
-says that a worker was being started, the guardian waits for the exec of each process that shows
-these, or no arguments, and is not older.  It signals none of them before: the embedding program
-may have forked it.
+slow file system; until then it shows the supervisor's program and stack.  If the session list says
+that a worker was being started, the guardian therefore waits for the exec of each process that
+shows these, or no arguments, and is not older.  It signals none of them before: the embedding
+program may have forked it.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _receive_pipes(descriptor: int) -> list[int]:
 
 
 class Job:
-    """What is left of a job whose supervisor has gone."""
+    """The rest of a job whose supervisor is gone."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class Job:
         supervisor: int,
         pipes: list[int],
     ) -> None:
-        """`supervisor` was its pid, `pipes` are the ends that it has read."""
+        """Take over from the supervisor, by its pid, and the ends of `pipes` that it has read."""
         self._scanner = descendants.Scanner(marker, since, sessions, self._adopters)
         self._sessions = sessions
         self._supervisor = supervisor
@@ -182,7 +182,7 @@ class Job:
         """Signal what is left, in the order of a stop, and kill it after `grace` seconds.
 
         Ends 10 seconds after the first SIGKILL at the latest; returns whether nothing is left.
-        The times are taken around each scan: on a busy host one takes longer than any of them.
+        Times are taken around each scan, which takes longer than any of them on a busy host.
         """
         quiet_since = time.monotonic()
         grace_until = killing_until = None

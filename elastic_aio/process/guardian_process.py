@@ -1,8 +1,8 @@
-"""One guardian process: how it is spawned, and what it is to guard.
+"""One guardian process: how it is spawned, and what it guards.
 
-Its interpreter takes some 8 ms to start, and no worker may start before.  So nothing here
-needs an event loop or asyncio: the command line spawns the guardian before it imports
-the launcher (`spawned_early`), and the runtime of the job takes it over.
+Its interpreter takes some 8 ms to start, and no worker may start before.  So nothing here needs an
+event loop or asyncio: the command line spawns the guardian before it imports the launcher
+(`spawned_early`), and the runtime of the job takes it over.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _PIPES_EACH = 250
 class KeptPipes:
     """The ends of the workers' pipes that this process reads, kept open for the guardian.
 
-    They are sent to a Unix socket that the guardian inherits, and stay on the way: it reads
-    them when this process has ended, and sleeps until then (SCM_RIGHTS in unix(7)).
+    They are sent to a Unix socket that the guardian inherits, and stay on the way: it sleeps until
+    this process has ended, and then reads them (SCM_RIGHTS in unix(7)).
     """
 
     def __init__(self) -> None:
@@ -55,10 +55,7 @@ class KeptPipes:
         self._is_empty = True
 
     def replace(self, descriptors: Sequence[int]) -> None:
-        """Keep these pipes, and no others.
-
-        Where the user has too many descriptors on the way, the last ones are not kept.
-        """
+        """Keep only these pipes; the last ones are not kept if the user has too many on the way."""
         if self._is_empty and not descriptors:
             return
         self._is_empty = not descriptors
@@ -147,7 +144,6 @@ class GuardianProcess:
         """
         self.job = job
         self.python = _interpreter(python)
-        """Its interpreter."""
         first = plan.steps[0] if plan.steps else StopStep(signal.SIGKILL, 0)
         grace = min(first.grace, plan.guardian_grace)
         with ExitStack() as resources:
@@ -212,7 +208,7 @@ _early: list[GuardianProcess] = []
 def spawned_early(plan: StopPlan, python: str | None) -> Iterator[None]:
     """Spawn the guardian of the next job of this process, and end it if no job takes it.
 
-    Without success the job tries again, and reports the error.
+    If that fails, the job tries again and reports the error.
     """
     with suppress(HostError):
         job = GuardedJob.create()

@@ -1,12 +1,11 @@
 """`/proc/<pid>`: what the kernel shows of a process, and signals to exactly this process.
 
-All other modules of the package ask this one.  A pid is not an identity, since pids are used
-again: a process is its pid *and* its start time, and it is signalled through a pidfd that was
-checked against both.
+All other modules of the package ask this module.  Pids are used again, so a process is identified
+by its pid *and* its start time, and signalled through a pidfd that was checked against both.
 
-A process that is gone, or another user's, has no content.  This process may also have no
-descriptor or memory left to look.  That must not be mistaken for an absence: it is an OSError,
-except of functions that return a text.
+A process that is gone, or another user's, has no content.  This process may also have no descriptor
+or memory left to look.  That must not be mistaken for an absence: it is an OSError, except of
+functions that return a text.
 
 The guardian runs this file in a bare interpreter (`python -I -S`), so it imports three small
 modules of the standard library and nothing else.
@@ -26,7 +25,7 @@ else:
     import _signal as signal  # without the enumerations: 3 ms of the guardian's start
 
 LACK = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""Errors that say nothing about a process, but that this one has nothing left to look with."""
+"""Errors that say nothing about a process, only that this process has nothing left to look with."""
 PF_EXITING = 0x4
 """Flag of a task (include/linux/sched.h): it is past the point of no return of its exit."""
 PF_KTHREAD = 0x200000
@@ -70,7 +69,7 @@ def link_of(pid: int, name: str) -> str:
 
 
 def list_numbers(pid: int, name: str) -> list[int]:
-    """Return the names in a directory of a process: its threads in `task`, descriptors in `fd`."""
+    """Return the numbers in a directory of a process: threads in `task`, descriptors in `fd`."""
     try:
         return [*map(int, os.listdir(f"/proc/{pid}/{name}"))]
     except OSError as error:
@@ -106,7 +105,7 @@ def is_foreign() -> bool:
 
 
 def own_descriptors() -> list[int]:
-    """Return the descriptors that this process has open, that of the directory included."""
+    """Return the open descriptors of this process, including the directory's own."""
     return [*map(int, os.listdir("/proc/self/fd"))]
 
 
@@ -114,9 +113,9 @@ def own_descriptors() -> list[int]:
 
 
 class ProcEntry:
-    """One process as `/proc` shows it; not changed after that.
+    """A process as `/proc` shows it; not changed after that.
 
-    `start` is in clock ticks since boot; `flags` are those of its main thread.
+    `start` is in clock ticks since boot; `flags` are its main thread's.
     """
 
     __slots__ = ("flags", "parent", "pid", "session", "start", "state", "threads")
@@ -151,8 +150,7 @@ class ProcEntry:
     def is_dead(self) -> bool:
         """Whether its last thread has ended.
 
-        A process whose main thread has ended is shown as a zombie while its other threads
-        run.
+        A process whose main thread has ended is shown as a zombie while other threads run.
         """
         return self.state in "XZ" and self.threads <= 1
 
@@ -193,9 +191,9 @@ def read_process(pid: int) -> ProcEntry | None:
 
 
 def read_stat(pid: int) -> list[bytes]:
-    """Return the fields of `/proc/<pid>/stat`, from the third of proc_pid_stat(5) on, the state.
+    """Return the fields of `/proc/<pid>/stat`, from the state on; none if the process is gone.
 
-    Returns none if it is gone.
+    The state is the third field of proc_pid_stat(5).
     """
     content = read(pid, "stat")
     return _fields(content) if content else []
@@ -204,7 +202,7 @@ def read_stat(pid: int) -> list[bytes]:
 def read_status(pid: int, *names: bytes) -> dict[bytes, bytes]:
     """Return the fields of `/proc/<pid>/status` (proc_pid_status(5)); none if it is gone.
 
-    With `names`, which takes a third of the time, only these.  The pid may be that of a thread.
+    With `names`, only these, in a third of the time.  The pid may be a thread's.
     """
     content = b"\n" + (read(pid, "status") or b"")
     fields = {}
@@ -228,7 +226,7 @@ def iter_descendants(pid: int) -> Iterator[ProcEntry]:
     """Yield the descendants of a process, as far as `list_children` lists them."""
     parents = [pid]
     while parents:
-        # A full scan still finds those of a kernel that does not list them.
+        # If the kernel lists no children, a full scan still finds them.
         for child in list_children(parents.pop()):
             if process := read_process(child):
                 yield process
@@ -239,8 +237,8 @@ def program_of(pid: int) -> tuple[int, int, int] | None:
     """Return what identifies a process and its forks; None: gone, or another user's.
 
     These are device and inode of its program, and where its stack begins (`startstack` of
-    proc(5)).  A child has all three until its exec; the kernel places the stack of each
-    exec at random.
+    proc(5)).  A child has all three until its exec; the kernel places the stack of each exec at
+    random.
     """
     try:
         status = os.stat(f"/proc/{pid}/exe")
@@ -251,7 +249,6 @@ def program_of(pid: int) -> tuple[int, int, int] | None:
 
 
 def name_of(pid: int) -> str:
-    """Return program and script of a process, as `python3.11 upload.py`; "?" if it is gone."""
     try:
         words = (read(pid, "cmdline") or b"").decode("utf-8", "replace").split("\0")
         # A word with blanks is code, as in `sh -c "sleep 9; upload"`.
@@ -281,7 +278,6 @@ def ignored_signals(pid: int) -> int:
 
 
 def is_in(mask: int, number: int) -> bool:
-    """Return whether a mask of signals has a signal."""
     return bool(mask >> (number - 1) & 1)
 
 
@@ -293,8 +289,8 @@ def ended_by_default(pids: Iterable[int], number: int) -> tuple[int, ...]:
 def is_ended_by(pid: int, number: int) -> bool | None:
     """Return whether the default action of a signal would end a process; None: it has ended.
 
-    It has neither a handler for the signal nor a mask then.  A process that blocks the signal
-    may wait for it (sigwait(3)).  Takes some 30 microseconds.
+    It then neither handles nor blocks the signal: a process that blocks it may wait for it
+    (sigwait(3)).  Takes some 30 microseconds.
     """
     if number in _HARMLESS:
         return False
@@ -305,7 +301,7 @@ def is_ended_by(pid: int, number: int) -> bool | None:
 def has_missed_sigterm(pid: int) -> bool:
     """Return whether a process runs that any SIGTERM would have ended.
 
-    An interpreter of Python that exits handles no signal any more, but still ignores SIGPIPE.
+    A Python interpreter that exits handles no signal any more, but still ignores SIGPIPE.
     """
     defaults = _defaults(pid) or 0
     is_exiting = is_in(defaults, signal.SIGINT) and not is_in(defaults, signal.SIGPIPE)

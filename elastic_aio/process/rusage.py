@@ -1,7 +1,7 @@
 """The resource usage of processes that run, or that another part of the program reaps.
 
-waitid(2) of the kernel has a fifth argument, which neither Python nor the C library passes
-on: with WNOWAIT it reports the usage of a zombie and leaves it to be reaped.
+The kernel's waitid(2) has a fifth argument, which neither Python nor the C library passes on: with
+WNOWAIT it reports the usage of a zombie and leaves it to be reaped.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def peek_usage(descriptor: int) -> ResourceUsage | None:
 
 @cache
 def _call_waitid() -> Callable[[int], list[int]]:
-    """Return what calls waitid(2) for a pidfd and returns the usage; nothing if it fails."""
+    """Return a function that calls waitid(2) for a pidfd and returns the usage; none on failure."""
     import ctypes  # takes milliseconds, and most loops do not need it
 
     number = _WAITID.get(platform.machine())
@@ -79,10 +79,9 @@ def _call_waitid() -> Callable[[int], list[int]]:
 
 
 def read_usage(pid: int) -> tuple[ResourceUsage, int] | None:
-    """Return what a running process has used so far, by itself and by reaped children.
+    """Return the usage of a running process and its reaped children; None if it is gone.
 
-    The number is that of the bytes of memory which are resident now.  None if there is no such
-    process.
+    The number is the bytes of memory that are resident now.
     """
     try:
         stat = proc.read_stat(pid)

@@ -1,4 +1,4 @@
-"""Which processes a signal of a stop plan reaches first, and which get a forwarded one.
+"""Which processes a signal of a stop plan reaches first, and which get a forwarded signal.
 
 A data loader, an engine or a wrapped program belongs to its leader: it is needed while the leader
 finishes its work, and the leader ends it.  So a process gets the signal of a step when its parents
@@ -10,9 +10,9 @@ The exception is the foreground of a shell.  A shell runs no trap, and passes no
 waits for a command: bash(1), Signals.  So that command gets the signal with the shell.  A command
 of the background (`&`) does not: its shell handles signals at once, and may pass them on.  POSIX
 tells the two apart: without job control, a command of the background ignores SIGINT and SIGQUIT
-(Shell Command Language, 2.11).  Programs change the action of SIGINT, and rarely that of SIGQUIT,
-so SIGQUIT decides.  A shell that is itself below a command of the background ignores SIGINT, and so
-do all its children: that says nothing about them.
+(Shell Command Language, 2.11).  Programs change the action of SIGINT, and rarely of SIGQUIT, so
+SIGQUIT decides.  A shell that is itself below a command of the background ignores SIGINT, and so do
+all its children: that says nothing about them.
 
 The guardian runs this file in a bare interpreter, as `proc`.
 """
@@ -46,9 +46,8 @@ def next_due(
     Args:
         processes: all processes of the job that a scan has found.
         leaders: pids of the leaders that run.
-        owner_of: returns the pid of the leader of a process without parents in the job, which
-            may have ended; None: it is not known.
-        number: the signal.
+        owner_of: returns the pid of the leader, which may have ended, of a process without
+            parents in the job; None: unknown.
         foreground: identities of the processes that signalled shells wait for.
     """
 
@@ -70,8 +69,8 @@ def due_for_signal(
 ) -> tuple[list[proc.ProcEntry], set[int]]:
     """Do the same by parents and leaders only; pure.
 
-    `is_ignoring`: returns whether a process ignores the signal.  It then passes its turn to what
-    it has started: system(3) ignores SIGINT, which a terminal sends to its child too.
+    A process for which `is_ignoring` returns that it ignores the signal passes its turn to its
+    children: system(3) ignores SIGINT, which a terminal sends to its child too.
     """
     present = {process.pid for process in processes}
     leaders = set(leaders)
@@ -126,8 +125,8 @@ def without_readers(
 def is_draining(process: proc.ProcEntry, since: dict[tuple[int, int], float], now: float) -> bool:
     """Return whether a process may still read what the writers of a pipe have left there.
 
-    It has no writers in the job, and ends by itself then, as a rule.  `since` is when such
-    processes were first seen, by identity; it is added here.
+    It has no writers in the job, and so ends by itself, as a rule.  `since` has, by identity, when
+    such processes were first seen; it is added here.
     """
     if process.identity not in since and not _pipe(process.pid, 0):
         return False
@@ -141,10 +140,7 @@ def _pipe(pid: int, descriptor: int) -> str:
 
 
 def foreground_of(pid: int) -> list[proc.ProcEntry]:
-    """Return what a shell waits for, with what shells among these wait for.
-
-    Returns none if the process is no shell.
-    """
+    """Return what a shell and the shells in its foreground wait for; none if it is no shell."""
     found: list[proc.ProcEntry] = []
     shells = [pid]
     while shells:
@@ -172,10 +168,9 @@ def receivers_of(
     is_ended: Callable[[int], bool | None],
     foreground: Callable[[int], Iterable[proc.ProcEntry]],
 ) -> list[proc.ProcEntry] | None:
-    """Return which processes get a forwarded signal in place of a leader, if it is a shell; pure.
+    """Return which processes get a forwarded signal in place of a shell that leads; pure.
 
     Returns none for a leader that handles the signal, and None if no process of the worker does.
-
     `is_ended` returns whether the signal would end a process, None if it has ended; `foreground`
     returns what a process waits for, if it is a shell.
     """

@@ -4,36 +4,37 @@ The workers themselves (the *leaders*, each of a session) are our children, and 
 futures; their descendants are found by scans of /proc (`descendants`).  `ProcessTree.stop` takes
 the steps of the stop plan (a signal, a grace period), and last SIGKILL with `reap_timeout`:
 
-1. Record the descendants of each leader before its signal.  A child with a session of its own
-   and an empty environment is known by its parent only, and the signal may end the parent.  So
-   is whose turn a child is: it gets its signal when its own leader has ended.
+1. Record the descendants of each leader before its signal.  A child with a session of its own and
+   an empty environment is known by its parent only, and the signal may end the parent.  Its turn is
+   known by the parent too: it gets its signal when its own leader has ended.
 2. Signal the leaders at once, without a scan: they should learn of a peer's failure within a
    millisecond, and a scan takes several.  `begin_stop` does it in the iteration of the loop that
    has seen the failure.
 3. Wait for the leaders that end at once, for milliseconds.
-4. Scan, and signal each descendant whose turn it is (`stop_order`) and that has not had this
-   step's signal yet, also those that were started after it, perhaps in response to it.  A
-   step with the target "all", and the last one, SIGKILL, signal every descendant.
-5. Wait until all that were signalled have ended, or one that others wait for, and scan again.
-   The step is over when two scans in a row find nothing.
+4. Scan, and signal each descendant whose turn it is (`stop_order`) and that has not had this step's
+   signal yet, also those that were started after it, perhaps in response to it.  A step with the
+   target "all", and the last step, SIGKILL, signal every descendant.
+5. Wait until all signalled processes have ended, or one that others wait for, and scan again.  The
+   step is over when two scans in a row find nothing.
 
-Two clean scans, because one is not a snapshot: readdir(3) of /proc passes pids in ascending order
-while processes fork and exit.  A process that is about to be read may fork a child with a lower
-pid (the numbers wrap around) and exit: the scan sees neither.  The next one sees the child.
+A single clean scan would not do, because it is no snapshot: readdir(3) of /proc passes pids in
+ascending order while processes fork and exit.  A process that is about to be read may fork a child
+with a lower pid (the numbers wrap around) and exit: the scan sees neither.  The next scan sees the
+child.
 
 Waiting needs no polling: a pidfd becomes readable at the exit of any process, child or not.  At
-most 64 are open for this at a time; other processes are signalled, but not watched, and found
-again by the next scan.
+most 64 are open for this at a time; other processes are signalled, but not watched, and the next
+scan finds them again.
 
 At the end of a grace period the next step begins with what is left, and is reported as an
-escalation.  Graces are measured by a clock that excludes suspensions of the job.
-`escalate_to_kill` skips to the last step.  What is left after that cannot be killed
-(uninterruptible sleep): it is returned, not waited for, so a stop ends in bounded time.
+escalation.  Graces are measured by a clock that excludes suspensions of the job. `escalate_to_kill`
+skips to the last step.  What is left after that cannot be killed (uninterruptible sleep): it is
+returned, not waited for, so a stop ends in bounded time.
 
-It also ends where processes cannot be found or watched.  A program that embeds us can run out of
-descriptors: two are kept for that, enough to scan and to signal.  The pids of /proc can be those
-of another pid namespace.  In both cases descendants are not watched; scans, a few milliseconds
-apart, find what is left.
+A stop also ends where processes cannot be found or watched.  A program that embeds us can run out
+of descriptors: two are kept for that, enough to scan and to signal.  /proc may show the pids of
+another pid namespace.  In both cases descendants are not watched; scans, a few milliseconds apart,
+find what is left.
 """
 
 from __future__ import annotations
@@ -197,8 +198,8 @@ class ProcessTree:
     async def descendants(self, seconds: float = _BLIND_S) -> list[proc.ProcEntry] | None:
         """Scan for all live processes of the job, leaders included.
 
-        Returns None if no scan succeeded for so many seconds: this process has no
-        descriptors left, or there is no /proc.
+        Returns None if no scan succeeded for so many seconds: this process has no descriptors left,
+        or there is no /proc.
         """
         end = self._clock.now() + seconds
         while True:
@@ -268,10 +269,8 @@ class ProcessTree:
     def forward(self, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Send a signal to the workers that do not end by its default action.
 
-        Of a worker whose leader is a shell without a handler, what the shell waits for gets it.
-
-        Returns:
-            The leaders of these workers, and those of the workers that are left out.
+        If a leader is a shell without a handler, the processes that it waits for get it.  Returns
+        the leaders of these workers, and the leaders of the workers that are left out.
         """
         is_ended = partial(proc.is_ended_by, number=number)
         sent, unhandled = [], []
@@ -293,8 +292,8 @@ class ProcessTree:
     def begin_stop(self, plan: StopPlan) -> None:
         """Send the first signal of a plan to the leaders now; `stop` has to follow.
 
-        Leaves it to `stop` if SIGKILL is the first.  If recording the descendants takes long,
-        leaves the leaders to it that are not signalled by then.
+        `stop` sends it instead if it is SIGKILL, or to the leaders whose descendants take long to
+        record.
         """
         self._begun = None
         if self._must_kill.done() or not plan.steps:
@@ -313,13 +312,12 @@ class ProcessTree:
         self._begun = step, watches
 
     async def stop(self, plan: StopPlan, on_escalation: OnEscalation) -> list[Survivor]:
-        """Stop all processes of the job by a plan; return those that could not be killed.
+        """Stop all processes of the job by a plan; return the processes that could not be killed.
 
         `on_escalation` gets the signal and the pids of what is left before every step but the
         first.
 
-        Cancellation: leaves processes running.  Idempotent; safe to call again after
-        cancellation.
+        Cancellation: leaves processes running.  Idempotent.
         """
         steps = (*plan.steps, StopStep(signal.SIGKILL, plan.reap_timeout))
         begun, self._begun = self._begun, None
@@ -360,7 +358,7 @@ class ProcessTree:
         return is_empty
 
     async def wait_reaped(self, seconds: float) -> list[Survivor]:
-        """Wait until the leaders are reaped that others have killed; return the rest."""
+        """Wait until the leaders that others have killed are reaped; return the rest."""
         running = when_all_done(leader.exited for _, leader in self._running())
         await self._clock.wait_for(running, seconds=seconds)
         await self._wait_reaped()
@@ -391,7 +389,7 @@ class ProcessTree:
         watches: _Watches | None = None,
         until: asyncio.Future[Any] | None = None,
     ) -> bool:
-        """Take one step of a stop; return whether all processes ended within its grace.
+        """Take a step of a stop; return whether all processes ended within its grace.
 
         Args:
             number: the signal; 0 for none.
@@ -408,7 +406,7 @@ class ProcessTree:
         with watches or _Watches() as watches:
             await self._signal_leaders(number, watches, is_ordered)
             if is_ordered and watches.leaders:
-                # Most end at once: a scan meanwhile would only take a processor from them.
+                # Most end at once: a scan would only take a processor from them.
                 ended = when_all_done(leader.exited for _, leader in self._running())
                 await self._clock.wait_for(ended, *early, seconds=min(grace, _END_AT_ONCE_S))
             clean_scans, pace = 0, _ScanPace(self._clock)
@@ -539,10 +537,10 @@ class ProcessTree:
         return [(pid, leader) for pid, leader in leaders if not leader.exited.done()]
 
     async def _wait_reaped(self) -> None:
-        """Wait until what has ended is reaped: asyncio does it in the next iterations.
+        """Wait until asyncio has reaped what has ended, in the next iterations.
 
-        The callbacks of the exits run meanwhile.  They call `stop_signals`, whose answer is about
-        to be forgotten.
+        The callbacks of the exits run in these: they call `stop_signals`, whose answer is about to
+        be forgotten.
         """
         await asyncio.sleep(0)
         ended = [
@@ -566,17 +564,14 @@ class ProcessTree:
         self._listed.close(session, proc.ticks_now())
 
     async def aclose(self) -> None:
-        """Write the session list no more, and adopt no more orphans.
-
-        Idempotent; safe to call again after cancellation.
-        """
+        """Write the session list no more, and adopt no more orphans.  Idempotent."""
         self._listed.detach()
         self._free_descriptors()
         await self.orphans.aclose()
 
 
 class _Watches:
-    """The processes that one step has signalled; descendants are watched until they end."""
+    """The processes that a step has signalled; descendants are watched until they end."""
 
     def __init__(self) -> None:
         self.leaders: set[int] = set()  # signalled; a pid is not used again until reaped
@@ -597,7 +592,7 @@ class _Watches:
             watch.close()
 
     def exits(self, pids: Container[int] | None = None) -> list[asyncio.Future[None]]:
-        """Return a future for each exit that is awaited; with `pids`, for these only."""
+        """Return a future for each awaited exit; with `pids`, for these only."""
         return [
             future
             for (pid, _), future in self._watched.items()
@@ -605,14 +600,13 @@ class _Watches:
         ]
 
     def was_signalled(self, process: proc.ProcEntry) -> bool:
-        """Return whether `send` has signalled a process."""
         return process.identity in self._signalled
 
     def send(self, process: proc.ProcEntry, number: int) -> None:
         """Signal a process once, and watch it unless too many are watched already.
 
-        The embedding program needs descriptors too.  Processes that are not watched are
-        found again by the scan that follows the end of the watched ones.
+        The embedding program needs descriptors too.  The scan that follows the end of the watched
+        processes finds the others again.
         """
         identity = process.identity
         has_room = self.has_room and len(self.exits()) < _WATCHES_MAX
@@ -642,7 +636,7 @@ class _Watches:
 
 
 class _ScanPace:
-    """Spaces the scans of a step: one for each of many leaders that end would take a processor."""
+    """Spaces the scans of a step: a scan for each leader that ends would take a processor."""
 
     def __init__(self, clock: PausableClock) -> None:
         self._clock = clock
@@ -650,7 +644,6 @@ class _ScanPace:
         self._scans_s = 0.0
 
     async def timed(self, scan: Awaitable[T]) -> T:
-        """Return the result of a scan."""
         began = self._clock.now()
         result = await scan
         self._scans_s += self._clock.now() - began
@@ -676,7 +669,6 @@ class _Yielder:
 
 
 def _continue_leader(pid: int, leader: Child, number: int) -> None:
-    """Let a leader act on a signal that it has got, if it is stopped."""
     entry = None if number == signal.SIGKILL else _read_process(pid)
     if entry is not None and proc.needs_continue(entry, number):
         leader.send_signal(signal.SIGCONT)
