@@ -1,12 +1,12 @@
 """The console: where the output of workers is shown.
 
-That is descriptors, text streams of Python, or a callback.  A text stream in memory, a notebook's
-or a test's, is written to as Python code would: its `write` must not block.
+It consists of descriptors, text streams of Python, or a callback.  A text stream in memory, a
+notebook's or a test's, is written to as Python code would: its `write` must not block.
 
-A descriptor is written to without blocking the loop.  Standard output may be a pipe whose reader
-is suspended, a terminal in scroll lock, or closed.  O_NONBLOCK is a flag of the open file
-description, which the shell and the workers share (open(2)); so pipes and terminals are opened
-anew where that is possible, and sockets are sent to with MSG_DONTWAIT.  Files never block.
+A descriptor is written to without blocking the loop.  Standard output may be a pipe whose reader is
+suspended, a terminal in scroll lock, or closed.  O_NONBLOCK is a flag of the open file description,
+which the shell and the workers share (open(2)); so pipes and terminals are opened anew where that
+is possible, and sockets are sent to with MSG_DONTWAIT.  Files never block.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PLAIN = b"\x1b[0m"
 
 
 def styled(text: bytes, style: bytes) -> bytes:
-    """Return `text` in a style of the terminal; as it is without one."""
+    """Return `text` in a style of the terminal; unchanged without a style."""
     return style + text + _PLAIN if style and text else text
 
 
@@ -55,7 +55,7 @@ class SinkLost(Exception):
 
 
 class Sink:
-    """One output stream of this process; written by whole lines, one writer at a time."""
+    """An output stream of this process; written by whole lines, one writer at a time."""
 
     def __init__(
         self, name: str, descriptor: int, write: Callable[[bytes | memoryview], int] | None
@@ -89,9 +89,7 @@ class Sink:
         return self._descriptor >= 0
 
     async def write(self, data: bytes) -> None:
-        """Write all of `data`, waiting while the console is blocked.
-
-        Call it with `lock` held.
+        """Write all of `data`, waiting while the console is blocked; call it with `lock` held.
 
         Cancellation: the next write begins with the rest of this one, so that no line is cut.
 
@@ -123,9 +121,9 @@ class Sink:
             left = left[count:]
 
     async def show_frame(self, text: bytes, prefix: bytes = b"", style: bytes = b"") -> None:
-        """Show text that the next write erases; for terminals only.
+        """Show a prefix in its style and a text, which the next write erases; for terminals only.
 
-        The prefix, in its style, precedes the text; what does not fit into the line is cut.
+        What does not fit into the line is cut.
         """
         try:
             columns = os.get_terminal_size(self._descriptor).columns or _DEFAULT_COLUMNS
@@ -189,7 +187,7 @@ class LineWriter:
     async def drain(self, timeout: float) -> bool:
         """Wait until all lines are written.
 
-        After `timeout` seconds without progress the rest is dropped, and False is returned.
+        After `timeout` seconds without progress, drops the rest and returns False.
         """
         while self._writing is not None and not self._writing.done():
             before = self._sink.written
@@ -218,8 +216,8 @@ _sinks: dict[tuple[int, int, int], Sink] = {}
 def open_sink(name: str, descriptor: int) -> Sink:
     """Return the sink of the file of `descriptor`.
 
-    A file has one sink per event loop; each call must be followed by a `close`.  The
-    descriptor itself is not closed; one that is closed already gives a sink that is lost.
+    A file has one sink per event loop; each call must be followed by a `close`.  That does not
+    close the descriptor.  A closed descriptor gives a sink that is lost.
 
     Raises:
         OSError: no descriptor is left.
@@ -259,11 +257,10 @@ def _make_sink(name: str, descriptor: int, mode: int) -> Sink:
 
 
 def _poll_writable(descriptor: int) -> select.epoll | None:
-    """Return an epoll instance that is readable when `descriptor` is writable.
+    """Return an epoll instance that is readable when `descriptor` is writable; None for a file.
 
-    The loop watches it in place of the descriptor: libuv sets O_NONBLOCK on each
-    descriptor that it polls, and a socket's open file description is shared with the
-    parent and the workers.  None for a file, which never blocks.
+    The loop watches it in place of the descriptor: libuv sets O_NONBLOCK on each descriptor that it
+    polls, and a socket's open file description is shared with the parent and the workers.
     """
     poll = select.epoll(1)
     try:
@@ -297,7 +294,7 @@ def _write_pipe_buf(descriptor: int, data: bytes | memoryview) -> int:
 
 
 class TextOutput(Protocol):
-    """What a console needs of a text stream."""
+    """The part of a text stream that a console needs."""
 
     def write(self, text: str, /) -> object:
         """Take a text."""
@@ -312,8 +309,6 @@ function that gets every line.  Streams and functions are called on the event lo
 
 
 class TextSink(Sink):
-    """A text stream as a sink."""
-
     def __init__(self, name: str, stream: TextOutput) -> None:
         """Write to `stream`, which stays open."""
         super().__init__(name, -1, None)
@@ -323,11 +318,7 @@ class TextSink(Sink):
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     async def write(self, data: bytes) -> None:
-        """Write all of `data`.
-
-        Raises:
-            SinkLost: the stream raised an exception.
-        """
+        """Write all of `data`; raise `SinkLost` if the stream raised an exception."""
         if self.lost:
             raise SinkLost(self.lost)
         try:
@@ -340,8 +331,6 @@ class TextSink(Sink):
 
 
 class _Silent:
-    """Drops what is written."""
-
     def write(self, text: str, /) -> None:
         pass
 
@@ -356,10 +345,10 @@ class ConsoleStreams:
     """
 
     def __init__(self, target: ConsoleTarget | None, inherited: tuple[int, int]) -> None:
-        """Find what a target means.
+        """Resolve a target.
 
-        None stands for this process's own streams: the `inherited` descriptors, unless
-        `sys.stdout` or `sys.stderr` has been replaced by another stream.
+        None stands for this process's own streams: the `inherited` descriptors, unless `sys.stdout`
+        or `sys.stderr` has been replaced by another stream.
         """
         value: Any = target
         self.callback: Callable[[LogLine], object] | None = None
@@ -430,7 +419,7 @@ class LineFeeder:
         callback: Callable[[LogLine], object],
         on_error: Callable[[str], None],
     ) -> None:
-        """Begin; `on_error` gets what the function raised, after which it is not called."""
+        """Begin; `on_error` gets what the function raised, and the function no more lines."""
         self._reader = reader
         self._callback = callback
         self._on_error = on_error

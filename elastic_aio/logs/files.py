@@ -43,7 +43,7 @@ class OpenStreams(Struct, frozen=True):
 
     descriptors: tuple[int, int]
     relays: dict[str, Relay]
-    """The streams that pass through this process, by path; the caller removes those that it
+    """The streams that pass through this process, by path; the caller removes the streams that it
     closes."""
 
 
@@ -56,7 +56,7 @@ class RunDirectory:
         """Use an existing directory; `make` creates one."""
         self.path = path
         self.job = ""
-        """What the directories of one job on several nodes have in common; see `note_job`."""
+        """The id that the directories of a job on several nodes share; see `note_job`."""
         self._has_logs = has_logs
         self._is_temporary = is_temporary
         self._created: list[str] = []  # for the present attempt
@@ -73,7 +73,7 @@ class RunDirectory:
     def make(cls, spec: LogSpec, run_id: str, host: str = "") -> RunDirectory:
         """Create a new directory for a run, in `log_dir` or as a temporary directory.
 
-        If no stream is redirected, it is only for the workers' error files; a job runs without.
+        If no stream is redirected, only the workers' error files need it, and a job runs without.
 
         Raises:
             SpecError: `log_dir` cannot be used.
@@ -105,7 +105,7 @@ class RunDirectory:
         return cls(path, is_temporary=True, has_logs=has_logs)
 
     def lock(self) -> None:
-        """Mark this directory as that of a running job.
+        """Mark this directory as a running job's.
 
         Raises:
             OSError: the lock file cannot be made.
@@ -119,7 +119,7 @@ class RunDirectory:
     def note_job(self, job: str) -> None:
         """Note which job this is: the directories of its nodes are kept or removed together.
 
-        `job` is the same on all nodes, and that of no other job with the same run id.
+        `job` is the same on all nodes, and different for another job with the same run id.
         """
         if self._lock >= 0 and job != self.job:
             self.job = job
@@ -166,8 +166,8 @@ class RunDirectory:
     ) -> Iterator[OpenStreams]:
         """Create a worker's directory and open its streams; a context that closes them.
 
-        It closes the relays that the caller has left in `relays`.
-        `inherited` are descriptors of the agent's standard output and error.
+        It closes the relays that the caller has left in `relays`.  `inherited` are descriptors of
+        the agent's standard output and error.
 
         Raises:
             OSError: a directory or file cannot be created.
@@ -199,7 +199,7 @@ class RunDirectory:
                     relay.close()
 
     def _open_relay(self, plan: StreamPlan) -> Relay:
-        """Return the relay of a stream.  A file that the user has asked for is made now.
+        """Return the relay of a stream; make its file now if the user has asked for it.
 
         Raises:
             OSError: the file cannot be made, or no descriptor is left.
@@ -257,8 +257,8 @@ class RunDirectory:
     def remove_old_runs(self, keep: int) -> None:
         """Remove the directories of older runs beside this one that have ended; blocks.
 
-        With this one `keep` are left.  Only directories of this user with our lock file count,
-        those of one job as one run.
+        Keeps `keep` runs, this one included.  Only directories of this user with our lock file
+        count; the directories of a job count as one run.
         """
         if self.path is None:
             return
@@ -288,7 +288,7 @@ class RunDirectory:
             self._lock = -1
 
     def remove_empty(self) -> bool:
-        """Remove what is empty of a temporary run directory; return whether that still exists."""
+        """Remove the empty parts of a temporary run directory; return whether it still exists."""
         self._leave_attempt()
         self.tidy()
         if self.path is None or not self._is_temporary:
@@ -327,10 +327,7 @@ class RunDirectory:
 def _open_lock(directory: str) -> Iterator[int]:
     """Open the lock file of a run's directory, both this user's; a context that closes it.
 
-    Nothing else is opened: another user's named pipe would block.
-
-    Raises:
-        OSError: there is none.
+    Nothing else is opened: another user's named pipe would block.  OSError: there is none.
     """
     path = f"{directory}/{_LOCK}"
     for one, is_kind in ((directory, stat.S_ISDIR), (path, stat.S_ISREG)):
@@ -366,10 +363,9 @@ def _open_new(path: str, access: int) -> int:
 
 
 def _make_unique(prefix: str, parent: str | None = None) -> str:
-    """Do what `tempfile.mkdtemp` does, whose import takes as long as that of ten modules here.
+    """Do the same as `tempfile.mkdtemp`, whose import takes as long as ten of our modules.
 
-    Raises:
-        OSError: the directory cannot be made.
+    OSError: the directory cannot be made.
     """
     if "tempfile" not in sys.modules:  # else the program may have set `tempfile.tempdir`
         variables = map(os.environ.get, ("TMPDIR", "TEMP", "TMP"))

@@ -1,7 +1,7 @@
 """InotifyWatcher: notification of files that change, by inotify(7) through the C library.
 
-Python has no inotify, and alternatives without a thread poll.  Where the kernel refuses
-(instances and watches are limited per user), a timer takes its place.
+Python has no inotify, and alternatives without a thread poll.  Where the kernel refuses (instances
+and watches are limited per user), a timer takes its place.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class InotifyWatcher:
     ) -> None:
         """Call `on_events` with the events of files, by token.
 
-        An event is `IN_MODIFY`, `IN_OPEN` or both, or what else `events` has; 0 if the kernel
-        reports none for a file, which a timer replaces if the watcher `polls`.
+        Events are `IN_MODIFY` and `IN_OPEN`, or `events`; 0 if the kernel reports none for a file,
+        which a timer replaces if the watcher `polls`.
         """
         self._on_events = on_events
         self._events = _EVENTS if events is None else events
@@ -66,7 +66,6 @@ class InotifyWatcher:
         self._subscribe(token)
 
     def remove(self, token: int) -> None:
-        """Stop watching a file."""
         if self._paths.pop(token, None) is not None:
             self._polled.discard(token)
             self._resting.discard(token)
@@ -121,7 +120,7 @@ class InotifyWatcher:
             self._on_events(events)
 
     def _end_rest(self) -> None:
-        # Subscribe before the callback: what is written in between is reported twice, and
+        # Subscribe before the callback: a write in between is reported twice, and
         # not lost.  Any event may have happened in a rest.
         resting, self._resting = self._resting, set()
         for token in resting:
@@ -130,7 +129,6 @@ class InotifyWatcher:
             self._on_events(dict.fromkeys(resting, self._events))
 
     def _read(self) -> dict[int, int]:
-        """Return the queued events by token."""
         try:
             content = os.read(self._descriptor, 65536)
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""LineFilter: copies the shown lines that hold one of some texts to a further file."""
+"""LineFilter: copies the shown lines that contain one of some texts to a further file."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 class LineFilter:
     """Copies lines of one stream to a file that all workers of a node share.
 
-    The file is open only while matching lines are written to it: a filter needs no
-    descriptor and no end.
+    The file is open only while matching lines are written to it: a filter needs no descriptor and
+    no end.
     """
 
     def __init__(

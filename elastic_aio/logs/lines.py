@@ -1,12 +1,12 @@
-"""LineSplitter: the bytes of a log file in, whole lines out; and the prefixes of lines.
+"""LineSplitter: splits the bytes of a log file into whole lines; and the prefixes of lines.
 
-A line ends with a newline.  A carriage return inside a line starts a new *frame* of it,
-as progress bars do: the line's text is its last frame that is not empty; other frames
-are shown while the line is unfinished, or not at all.  Bytes are not decoded, so no
-character is ever split and any bytes are accepted.
+A line ends with a newline.  A carriage return inside a line starts a new *frame* of it, as progress
+bars do: the line's text is its last frame that is not empty; other frames are shown while the line
+is unfinished, or not at all.  Bytes are not decoded, so no character is ever split and any bytes
+are accepted.
 
-The splitter holds at most `HELD_MAX` bytes.  A longer line is not kept in memory: it is
-returned as a `LongLine`, a range of the file from which it is copied.
+The splitter holds at most `HELD_MAX` bytes.  A longer line is returned as a `LongLine`, a range of
+the file from which it is copied.
 """
 
 from __future__ import annotations
@@ -129,7 +129,6 @@ class LineSplitter:
         return [piece]
 
     def _extend(self, data: bytes) -> None:
-        """Add bytes without a newline to the current line."""
         head, *frames = data.split(b"\r")
         self._grow(head)
         for frame in frames:
@@ -184,9 +183,10 @@ class RawSplitter:
         return self.offset - len(self.held)
 
     def feed(self, data: bytes) -> list[Piece]:
-        """Take the next bytes of the file; return those to be passed on now.
+        """Take the next bytes of the file; return the bytes to be passed on now.
 
-        What is followed by more ends with a line, so that other output comes between two lines.
+        Bytes that are followed by more end with a line, so that other output comes between two
+        lines.
         """
         self.offset += len(data)
         is_last = len(data) < HELD_MAX
@@ -196,7 +196,7 @@ class RawSplitter:
         return [Lines(data)]
 
     def lines(self, data: bytes) -> list[bytes]:
-        """Take the next bytes of the file; return whole lines, and pieces of one that is long."""
+        """Take the next bytes of the file; return whole lines, and pieces of a long line."""
         self.offset += len(data)
         lines = BytesIO(self.held + data if self.held else data).readlines()
         rest = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
@@ -207,7 +207,6 @@ class RawSplitter:
         return lines
 
     def finish(self) -> list[Piece]:
-        """End the file."""
         data, self.held = self.held, b""
         return [Lines(data)] if data else []
 
@@ -232,8 +231,6 @@ def with_prefix(block: bytes, prefix: bytes) -> bytes:
 
 
 class PrefixFields(Struct, frozen=True):
-    """The variables of a prefix template, except the time."""
-
     role: str
     rank: int
     local_rank: int
@@ -247,11 +244,10 @@ def make_prefix(
 ) -> Callable[[], bytes]:
     """Return a function that returns the prefix of lines that are read now.
 
-    The variables are `${role}` (torch: `${role_name}`), `${rank}`,
-    `${local_rank}`, `${attempt}`, `${host}`, `${stream}` and `${timestamp}`;
-    unknown ones stay as they are, and `$$` is a dollar sign (`string.Template`).  Without a
-    template, it is torchrun's default.  `now` returns the time as text; it is called once per
-    chunk, and only if it is used.
+    The variables are `${role}` (torch: `${role_name}`), `${rank}`, `${local_rank}`, `${attempt}`,
+    `${host}`, `${stream}` and `${timestamp}`; unknown ones stay as they are, and `$$` is a dollar
+    sign (`string.Template`).  Without a template, it is torchrun's default.  `now` returns the time
+    as text; it is called once per chunk, and only if it is used.
     """
     values = asdict(fields) | {"role_name": fields.role}
     parsed = Template(template or DEFAULT_PREFIX)
@@ -261,6 +257,5 @@ def make_prefix(
 
 
 def fixed_prefix(text: str) -> Callable[[], bytes]:
-    """Return a function that returns a prefix."""
     fixed = text.encode("utf-8", "replace")
     return lambda: fixed

@@ -1,21 +1,21 @@
 """Reads log files: while a worker writes one (`LogFile`), or the end of one.
 
 `echo text > /dev/stdout` in a worker opens the log file anew with O_TRUNC.  The kernel does not
-report it: a file that was truncated and written again can be shorter than before, longer, or of
-the same size.  Each read therefore compares the bytes before its offset with the ones that were
-there; if they differ, the file was truncated.
+report the truncation: a file that was truncated and written again can be shorter than before,
+longer, or of the same size.  Each read therefore compares the bytes before its offset with the
+bytes that were there; if they differ, the file was truncated.
 
-A short file of the same bytes and size was opened anew and written again if the time of its last
-change differs, and the kernel has reported both.  None of the three suffices: `touch` opens a file
-and changes its time, and so does a write that fails; ftruncate(2) and fallocate(2) to the size that
-the file has are reported as writes.  All three together by other causes (`truncate -s +0`) show
-the file once more, which is better than not at all.
+A short file with the same bytes and size counts as opened anew and written again if the time of its
+last change differs, and the kernel has reported both.  None of the three suffices: `touch` opens a
+file and changes its time, and so does a write that fails; ftruncate(2) and fallocate(2) to the
+present size are reported as writes.  All three together by other causes (`truncate -s +0`) show the
+file once more, which is better than not at all.
 
 A changed time is judged 50 ms later: write(2) changes the time before the size, and a report may
 come after both.  A text that is replaced by the same text sooner is shown once.
 
 `max_bytes` frees the space of the beginning of a file (see `trimmer`), which then reads as zero
-bytes: an end that is read has none of them.
+bytes; `read_end` returns none of them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import stat
 # Below malloc's mmap threshold (128 KiB): half the CPU time of chunks of 256 KiB.
 CHUNK = 64 * 1024
 REST_S = 0.01
-"""Seconds for which a file or a pipe rests that wakes this process too often (`WakeLimit`)."""
+"""Seconds for which a file or a pipe that wakes this process too often rests (`WakeLimit`)."""
 _COMPARED = 4096
-# Longer than from the change of the time by a write to that of the size, and to its report.
+# Longer than a write takes from its change of the time to its change of the size and its report.
 _SETTLED_S = 0.05
 # Bytes in which the rest of a line is looked for.
 _LINE_MAX = 1 << 20
@@ -135,12 +135,11 @@ class LogFile:
             return None
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._descriptor)
 
 
 def open_log(path: str) -> int:
-    """Open a file for reading; return its descriptor.  A named pipe is not waited for.
+    """Open a file for reading; return its descriptor.  Does not wait for a named pipe's writer.
 
     Raises:
         OSError: it cannot be opened.
@@ -151,7 +150,7 @@ def open_log(path: str) -> int:
 def read_end(path: str, size: int) -> bytes:
     """Return at most the last `size` bytes of a file, from the beginning of a line.  Blocks.
 
-    A line that is longer begins anywhere.
+    If the last line is longer, they begin within it.
 
     Raises:
         OSError: it cannot be read.
@@ -160,9 +159,7 @@ def read_end(path: str, size: int) -> bytes:
 
 
 def last_lines(path: str, count: int) -> int:
-    """Return the position at which the last `count` lines of a file begin.  Blocks.
-
-    A last line without an end counts.
+    """Return the position of the last `count` lines of a file, with an unfinished one.  Blocks.
 
     Raises:
         OSError: it cannot be read.
@@ -177,7 +174,7 @@ def last_lines(path: str, count: int) -> int:
 
 
 def _read_tail(path: str, size: int) -> tuple[int, bytes]:
-    """Return the position of the end of a file that `read_end` returns, and the end itself."""
+    """Return the position and the content of the end of a file that `read_end` returns."""
     descriptor = open_log(path)
     try:
         status = os.fstat(descriptor)
@@ -193,7 +190,7 @@ def _read_tail(path: str, size: int) -> tuple[int, bytes]:
 
 
 def _first_line(descriptor: int, start: int, end: int) -> int:
-    """Return `start`, or where a line begins after it if its bytes were freed."""
+    """Return `start`, or if its bytes were freed, the position of a line after it."""
     try:
         found = os.lseek(descriptor, start, os.SEEK_DATA)
     except OSError:

@@ -1,6 +1,6 @@
 """Plans of the workers' log files and streams, made before anything is opened.
 
-The layout is that of torch.distributed.elastic, with the host and `node.json` for nodes that
+The layout is torch.distributed.elastic's, with the host and `node.json` for nodes that
 share a file system::
 
     <log_dir>/<run_id>_<host>_<random>/attempt_<n>/<local_rank>/{stdout.log,stderr.log,error.json}
@@ -34,11 +34,8 @@ class StreamTarget(Enum):
 
 
 class StreamPlan(Struct, frozen=True):
-    """One stream of a worker."""
-
     target: StreamTarget
     path: str | None = None
-    """Its file, if any."""
     is_shown: bool = False
     """Whether the console shows the file."""
     is_relayed: bool = False
@@ -53,10 +50,10 @@ class CapturedStreams(Struct, frozen=True):
     """The streams without a file of their own that are captured."""
 
     streams: Std = Std.NONE
-    """Those that the console shows."""
+    """The captured streams that the console shows."""
     is_joined: bool = False
-    """Whether both are the same file for the agent: they go to one file, so that the order of
-    what a worker writes to both of them stays."""
+    """Whether both are the same file for the agent: they go to one file, so that the order of a
+    worker's writes to both stays."""
     has_muted: bool = False
     """Whether the standard error of workers that are not shown is captured."""
 
@@ -79,7 +76,7 @@ class WorkerLogs(Struct, frozen=True):
 
 
 def run_prefix(run_id: str, host: str = "") -> str:
-    """Return the prefix of a run's directory name; characters unfit for a path become `_`.
+    """Return the prefix of a run's directory name: characters unfit for a path become `_`.
 
     The domain of the host is left out.
     """
@@ -97,20 +94,20 @@ class NodeRecord(Struct, frozen=True, kw_only=True):
     run_id: str
     host: str
     pid: int
-    """That of the launcher."""
+    """The launcher's process id."""
     started_at: float
     """Unix seconds."""
     node_rank: int | None = None
-    """The group rank that the node has asked for, if any."""
+    """The requested group rank, if any."""
     group_rank: int | None = None
-    """The one in its last round; None before the first."""
+    """The group rank in the last round; None before the first."""
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self) + b"\n"
 
     @classmethod
     def decode(cls, content: bytes) -> NodeRecord:
-        """Read what `encode` has returned; fields that are not known are left out.
+        """Read what `encode` has returned; unknown fields are left out.
 
         Raises:
             ValueError: it is no such record.
@@ -119,7 +116,6 @@ class NodeRecord(Struct, frozen=True, kw_only=True):
 
 
 def attempt_directory(run_directory: str, attempt: int) -> str:
-    """Return the directory of one attempt."""
     return f"{run_directory}/attempt_{attempt}"
 
 
@@ -145,12 +141,12 @@ def plan_logs(
     local_rank: int,
     captured: CapturedStreams = NOT_CAPTURED,
 ) -> WorkerLogs:
-    """Decide where one worker's output goes.
+    """Decide where a worker's output goes.
 
-    A tee'd stream is redirected too: the console shows the file.  A stream that is
-    neither is captured or inherited.  Workers outside `local_ranks_filter` are muted: their
-    files are complete, but not shown, and their other streams go to /dev/null.
-    `run_directory` is None if no files can or shall be kept.
+    A tee'd stream is redirected too: the console shows the file.  Other streams that are not
+    redirected are captured or inherited.  Workers outside `local_ranks_filter` are muted: their
+    files are complete, but not shown, and their other streams go to /dev/null.  `run_directory` is
+    None if no files can or shall be kept.
     """
     if run_directory is None or spec.is_off:
         tee = redirected = Std.NONE

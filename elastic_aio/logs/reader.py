@@ -1,9 +1,8 @@
 """LogReader: the lines of a job's log files as an async iterator.
 
-A reader reads a file when its consumer wants a line, so that a slow consumer costs no memory
-and delays no worker.  What the page cache does not have is read off the loop, since a disk may be
-slow.  Files that are read to their ends are watched by inotify: a reader that waits costs
-nothing.
+A reader reads a file when its consumer wants a line, so that a slow consumer costs no memory and
+delays no worker.  Bytes outside the page cache are read off the loop, since a disk may be slow.
+Files that are read to their ends are watched by inotify: a reader that waits costs nothing.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ _CHUNK = 128 * 1024
 class LogReader:
     """An async iterator over the lines of some streams; made by `Agent.logs`.
 
-    Ends after the last line, and then the files are closed; a reader that is left earlier
-    must be closed: use `async with`, or `aclose`.
+    Ends after the last line, and closes the files.  A reader that is left earlier must be closed:
+    use `async with`, or `aclose`.
 
     Cancellation: loses no line.
     """
@@ -100,7 +99,6 @@ class LogReader:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Close the reader."""
         await self.aclose()
 
     async def aclose(self) -> None:
@@ -139,7 +137,7 @@ class LogReader:
         return True
 
     def _look_for_more(self) -> None:
-        """Make streams ready that are new or have ended."""
+        """Make new and ended streams ready."""
         for stream in self._streams:
             if stream not in self._known and self._is_chosen(stream):
                 self._known.add(stream)
@@ -149,9 +147,8 @@ class LogReader:
                 self._resume(log)
 
     async def _read_next(self, log: _OpenLog) -> None:
-        """Read a chunk of a file."""
         if self._reading is None:
-            # Before the read: what is written after it is not the last.
+            # Before the read: bytes that are written after it are not the last.
             is_last = log.stream.is_complete or not self._follow
             if not is_last and log.is_at_end:
                 self._watch(log)
@@ -170,7 +167,7 @@ class LogReader:
         self._take(log, *await log.read(is_last=is_last), is_last=is_last)
 
     def _take(self, log: _OpenLog, lines: list[LogLine], is_at_end: bool, *, is_last: bool) -> None:
-        """Keep lines of the first file that is ready, and decide when it is read again."""
+        """Keep lines of the first ready file, and decide when it is read again."""
         if self._is_closed:
             return
         if self._since:
@@ -218,8 +215,6 @@ class LogReader:
 
 
 class _OpenLog:
-    """A log file that a reader has open."""
-
     def __init__(self, stream: LoggedStream) -> None:
         self.stream = stream
         self.is_at_end = False
@@ -239,7 +234,7 @@ class _OpenLog:
         return f"<_OpenLog {self.stream.path} at {self._splitter.offset}>"
 
     def read_cached(self, *, is_last: bool) -> tuple[list[LogLine], bool] | None:
-        """Do as `read` if the page cache has the next bytes; return None if it has not."""
+        """Do as `read` if the page cache has the next bytes, else return None."""
         if self.descriptor < 0:
             return None
         try:
@@ -269,7 +264,7 @@ class _OpenLog:
     def _lines_of(self, data: bytes, *, is_last: bool) -> tuple[list[LogLine], bool]:
         start = self._splitter.offset
         if data[:1] == b"\0" and os.lseek(self.descriptor, start, os.SEEK_DATA) > start:
-            return [], False  # the first bytes were removed meanwhile
+            return [], False  # the first bytes were removed
         status = os.fstat(self.descriptor)
         seen_at = status.st_mtime
         lines = self._split(data, start, seen_at)
@@ -280,13 +275,12 @@ class _OpenLog:
         return lines, is_at_end
 
     def _gone(self) -> list[LogLine]:
-        """Return what stands for a file that was removed."""
         self.stream.is_complete = True
         self._missed = self.stream.times.end or None
         return [self._line(b"", 0.0)] if self.stream.times.end else []
 
     def _find_data(self) -> int:
-        """Go on where there is data if the next bytes were removed; return how much to read."""
+        """Skip to data if the next bytes were removed; return how much to read."""
         size = os.fstat(self.descriptor).st_size
         if size < self._splitter.offset:  # it was truncated
             self._missed = None
@@ -300,7 +294,7 @@ class _OpenLog:
         return min(size - self._splitter.offset, _CHUNK)
 
     def _split(self, data: bytes, start: int, seen_at: float) -> list[LogLine]:
-        """Return the lines of the next bytes; what is after the last one is held."""
+        """Return the lines of the next bytes; the bytes after the last line are held."""
         lines: list[LogLine] = []
         begin = 0
         splitter = self._splitter

@@ -2,12 +2,13 @@
 
 A worker that writes to its file by itself gets ENOSPC when the disk is full, and fails.  With
 `LogSpec.on_full="console"` it writes to a pipe instead.  This process copies the pipe to the file,
-and keeps what the file does not take in memory until the console has shown it.  The cost: every
-byte is copied once more, and a worker waits while this process is suspended or its loop is blocked.
+and keeps bytes that the file does not take in memory until the console has shown them.  The cost:
+every byte is copied once more, and a worker waits while this process is suspended or its loop is
+blocked.
 
-Memory is bounded, and no worker waits for a console that takes nothing: when `_HELD_MAX` bytes wait
-for it, the pipe is left alone until there is room again; after `_PATIENCE_S` what comes is dropped
-and counted, until there is room and a line begins.
+Memory is bounded, and no worker waits for a console that takes nothing.  When `_HELD_MAX` bytes
+wait for the console, the pipe is left alone until there is room again.  After `_PATIENCE_S` new
+bytes are dropped and counted, until there is room and a line begins.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ _END_MAX = 64 * 1024
 
 
 class Relay:
-    """Copies a pipe to a file; what the file does not take is held for a reader.
+    """Copies a pipe to a file, and holds for a reader what the file does not take.
 
-    Offsets are positions in the stream, which are those in the file as far as it goes.
+    Offsets are positions in the stream, and in the file as far as it goes.
     """
 
     def __init__(self, open_new: Callable[[], int]) -> None:
-        """Make the pipe; the first byte makes the file.
+        """Make the pipe; its first byte makes the file.
 
-        `open_new` makes it, and returns its descriptor, which this object closes.
+        `open_new` makes the file, and returns its descriptor, which this object closes.
 
         Raises:
             OSError: no descriptor is left.
@@ -50,7 +51,6 @@ class Relay:
         self.error: OSError | None = None
         """Why the file takes no more output; None while it does."""
         self.is_made = False
-        """Whether the file was made."""
         self._open_new = open_new
         self.kept = 0
         """Bytes in the file, once it takes no more."""
@@ -59,11 +59,11 @@ class Relay:
         self.unkept = 0
         """Bytes that are not in the file."""
         self.unkept_end = b""
-        """The last of the bytes that are not in the file."""
+        """The end of the bytes that are not in the file."""
         self.on_data: Callable[[], object] = bool
         self.on_full: Callable[[], object] = bool
         self.has_reader = False
-        """Whether what the file does not take is held; it is dropped otherwise."""
+        """Whether bytes that the file does not take are held; they are dropped otherwise."""
         self.on_closed: Callable[[], object] = bool  # called by the owner
         self._loop = asyncio.get_running_loop()
         self._held = bytearray()
@@ -89,21 +89,20 @@ class Relay:
 
     @property
     def why(self) -> str:
-        """The text of `error`."""
         return ((self.error and self.error.strerror) or str(self.error)).lower()
 
     @property
     def end(self) -> int:
-        """Offset of the end of what is held."""
+        """Offset of the end of the held bytes."""
         return self._held_from + len(self._held)
 
     def read_held(self, offset: int, size: int) -> bytes:
-        """Return bytes that are held; b"" if there are none at `offset`."""
+        """Return held bytes; b"" if there are none at `offset`."""
         begin = offset - self._held_from
         return bytes(self._held[begin : begin + size]) if begin >= 0 else b""
 
     def release(self, offset: int) -> None:
-        """Forget what is before `offset`: it is not read again."""
+        """Forget the bytes before `offset`: they are not read again."""
         if offset > self._held_from:
             del self._held[: offset - self._held_from]
             self._held_from = offset
@@ -112,7 +111,7 @@ class Relay:
                 self._resume()
 
     def skip_file(self, offset: int) -> None:
-        """Continue at `offset` with what is held: the file was truncated by another process."""
+        """Continue at `offset` with the held bytes: another process has truncated the file."""
         self.kept = self._held_from = offset
 
     def make_file(self) -> None:
@@ -129,12 +128,10 @@ class Relay:
         self.is_made = True
 
     def read_now(self) -> None:
-        """Take what is in the pipe by now."""
         if self.reader >= 0 and self._timer is None and self._read_rest(self.reader):
             self.on_data()
 
     def _read_rest(self, reader: int) -> bool:
-        """Take what is left in the pipe; return whether that is anything."""
         count = 0
         with suppress(OSError):
             while count < _LAST_READS and (data := os.read(reader, CHUNK)):
@@ -143,7 +140,7 @@ class Relay:
         return count > 0
 
     def finish(self) -> None:
-        """Take what is left in the pipe, and close it: no process writes any more.  Idempotent."""
+        """Take the rest of the pipe, and close it: no process writes any more.  Idempotent."""
         if self.reader < 0:
             return
         self._loop.remove_reader(self.reader)
@@ -185,7 +182,7 @@ class Relay:
             self._pause(REST_S)
 
     def _pause(self, seconds: float) -> None:
-        """Read no more for so many seconds, or until there is room for what is held."""
+        """Read no more for so many seconds, or until there is room for more bytes."""
         if self.reader >= 0:
             self._loop.remove_reader(self.reader)
             self._timer = self._loop.call_later(seconds, self._on_timer)
@@ -258,7 +255,7 @@ class RelayedFile(LogFile):
     def __init__(self, relay: Relay, *, keep: int = 0) -> None:
         """Read a relay, which holds from now on what its file does not take.
 
-        Of what was read the file keeps about `keep` bytes; 0 keeps all.
+        Of the bytes that were read the file keeps about `keep`; 0 keeps all.
         """
         super().__init__(relay.file)
         self._keep = keep
@@ -305,7 +302,6 @@ class RelayedFile(LogFile):
         relay.release(offset)
 
     def _free(self, end: int) -> None:
-        """Free the disk space of what is before a position."""
         from elastic_aio.logs.trimmer import free_range  # few streams are that long
 
         end -= end % 4096

@@ -17,13 +17,12 @@ _KEPT_MAX = 1000
 
 
 class LineTimes:
-    """Times by position, a bounded number; the bytes between two positions have the later one.
+    """Times by position, a bounded number; the bytes between two positions have the later time.
 
     Pure: the caller has the clock.
     """
 
     def __init__(self) -> None:
-        """Begin without times."""
         self._ends: list[int] = []
         self._times: list[float] = []
 
@@ -47,10 +46,7 @@ class LineTimes:
             del self._ends[:-1:2], self._times[:-1:2]
 
     def spans(self, start: int, end: int, default: float) -> Iterator[tuple[int, float]]:
-        """Yield the parts of a range, by their ends, and the time of each.
-
-        `default` is the time of what was not seen.
-        """
+        """Yield the parts of a range, by their ends, with their times; `default` if not seen."""
         index = bisect_right(self._ends, start)
         while start < end:
             if index == len(self._ends):
@@ -74,10 +70,8 @@ class LoggedStream(Struct, eq=False):
     """Whether the console shows it."""
     times: LineTimes = field(default_factory=LineTimes)
     make: Callable[[], bool] = lambda: True
-    """Makes the file, if no byte has made it yet; returns False if that is not possible now.
-
-    Readers call it before they open the file.
-    """
+    """Makes the file, if no byte has made it yet; returns False if that is impossible now.  Readers
+    call it before they open the file."""
     begin: int = 0
     """Position at which readers begin."""
     is_complete: bool = False
@@ -93,7 +87,6 @@ class LoggedStreams:
     """The streams of the latest attempts; grows while the job runs."""
 
     def __init__(self) -> None:
-        """Begin without streams."""
         self._streams: dict[str, LoggedStream] = {}  # by path, in the order of their start
         self.is_closed = False
         """Whether no stream is added any more."""
@@ -111,7 +104,7 @@ class LoggedStreams:
         return self._streams.get(path)
 
     def add(self, stream: LoggedStream) -> None:
-        """Add a stream of an attempt that begins; forget those of very old ones."""
+        """Add a stream of an attempt that begins; forget the streams of very old attempts."""
         oldest = stream.attempt - _ATTEMPTS_MAX
         if self._streams and next(iter(self._streams.values())).attempt <= oldest:
             self._streams = {
@@ -139,12 +132,12 @@ class LoggedStreams:
 
 
 def check_ranks(ranks: Collection[int], known: Collection[int]) -> None:
-    """Check the global ranks of which streams are to be read.
+    """Check global ranks whose streams are to be read.
 
-    `known` are those of the workers of this node; none if no worker has been started yet.
+    `known` are the ranks of the workers of this node; none if no worker has been started yet.
 
     Raises:
-        SpecError: one of them is that of no worker of this node.
+        SpecError: no worker of this node has one of the ranks.
     """
     if known and (absent := sorted(set(ranks) - set(known))):
         problem = f"must be ranks of workers of this node: {format_ranks(known)}"

@@ -1,8 +1,8 @@
 """Tee: copies the workers' log files to the console while they grow.
 
-Each of the two console streams has a task: a blocked standard output does not delay
-standard error, and neither delays a worker, which writes to its file.  What is not shown
-yet stays in the file, so a blocked console costs no memory.
+Each of the two console streams has a task: a blocked standard output does not delay standard error,
+and neither delays a worker, which writes to its file.  Bytes that are not shown yet stay in the
+file, so a blocked console costs no memory.
 """
 
 from __future__ import annotations
@@ -58,16 +58,15 @@ class StreamView(Struct, frozen=True, eq=False):
     prefix: Callable[[], bytes]
     """Returns the prefix of lines that are read now."""
     on_lost: Callable[[str, int | None], None]
-    """Called with the reason why output is not shown, and the number of bytes, None if it is
-    unknown."""
+    """Called with the reason why output is not shown, and the number of bytes, None if unknown."""
     line_filter: LineFilter | None = None
-    """Gets every line too; of one that is too long for memory its beginning."""
+    """Gets every line too; only the beginning of a line that is too long for memory."""
     style: bytes = b""
     """Escape sequence for the prefix on the sink; the filter gets it plain."""
     is_raw: bool = False
     """Whether the bytes are passed on as they are, without the prefix."""
     times: LineTimes = field(default_factory=LineTimes)
-    """Notes when the file has grown."""
+    """Records when the file has grown."""
 
 
 class Tee:
@@ -159,9 +158,9 @@ class Tee:
     async def drain(self, timeout: float) -> dict[Sink, int]:
         """Wait until all complete files are shown; return the sinks that block, with bytes.
 
-        The wait ends after `timeout` seconds in which no sink takes anything and no file is
-        read; after 30 seconds if long lines are only read, to find their ends.  The `on_lost` of
-        files that cannot be read, or not to the end of a line, is called.
+        The wait ends after `timeout` seconds in which no sink takes anything and no file is read;
+        after 30 seconds if long lines are only read, to find their ends.  Calls the `on_lost` of
+        files that cannot be read, or not to the end of a line.
         """
         done = when_all_done(tailer.finished for tailer in self._ending())
         is_read: set[LogTailer] = set()
@@ -187,7 +186,7 @@ class Tee:
         return blocked
 
     async def aclose(self) -> None:
-        """Stop following all files.  Idempotent; safe to call again after cancellation."""
+        """Stop following all files.  Idempotent."""
         if self._watcher is not None:
             self._watcher.close()
         for pump in self._pumps.values():
@@ -206,7 +205,6 @@ class Tee:
         self._close_relay(token)
 
     def pipes(self) -> list[int]:
-        """Return the descriptors of the pipes that are read."""
         return [relay.reader for relay in self._relays.values() if relay.reader >= 0]
 
     def _close_relay(self, token: int) -> None:
@@ -342,7 +340,7 @@ class LogTailer:
         return f"<LogTailer {state}, {self._splitter!r}>"
 
     def note_open(self) -> None:
-        """Note that the kernel has reported that a process has opened the file."""
+        """Note that the kernel has reported the opening of the file by a process."""
         self._file.is_opened = True
 
     def note_write(self) -> None:
@@ -350,9 +348,7 @@ class LogTailer:
         self._file.is_written = True
 
     async def copy(self) -> bool:
-        """Copy one chunk; return whether to call again at once.
-
-        Call it with the sink's lock held.
+        """Copy one chunk; return whether to call again at once.  Call it with the sink's lock held.
 
         Cancellation: loses nothing; the next call goes on.
 
@@ -378,7 +374,7 @@ class LogTailer:
         return False
 
     async def _start_again(self) -> None:
-        """Show what is known of a file that was truncated; go on at its beginning."""
+        """Show what is known of a truncated file; go on at its beginning."""
         # A long line is not in memory, so it is gone.
         rest = [piece for piece in self._splitter.finish() if not isinstance(piece, LongLine)]
         self._splitter = self._make_splitter()
@@ -432,8 +428,7 @@ class LogTailer:
     async def _show(self, pieces: Sequence[Piece]) -> None:
         """Show what a cancelled call has left, then `pieces`.
 
-        A piece leaves the queue before it is written: the sink completes a cancelled
-        write.
+        A piece leaves the queue before it is written: the sink completes a cancelled write.
         """
         self._queue.extend(pieces)
         while self._queue:
@@ -473,7 +468,7 @@ class LogTailer:
         except OSError:
             self._queue.appendleft(_LongLineRest(start, end))
             raise
-        if data:  # else the file was truncated meanwhile
+        if data:  # else the file was truncated
             self._queue.appendleft(_LongLineRest(start + len(data), end))
             await self.view.sink.write(data)
             await asyncio.sleep(0)  # yield to other tasks: a write to a file does not wait

@@ -1,9 +1,9 @@
-"""LogTrimmer: keeps log files small by taking the disk space of what they begin with.
+"""LogTrimmer: keeps log files small by freeing the disk space of their beginnings.
 
 Workers write to their files by descriptors of their own, so a file cannot be renamed away from
-them, and a copy of its end would lose what is written meanwhile.  fallocate(2) with
-FALLOC_FL_PUNCH_HOLE frees the space of a range in place: positions stay, nothing is copied,
-and a range that was freed reads as zero bytes.
+them, and a copy of its end would lose what they write during the copy.  fallocate(2) with
+FALLOC_FL_PUNCH_HOLE frees the space of a range in place: positions stay, nothing is copied, and a
+freed range reads as zero bytes.
 """
 
 from __future__ import annotations
