@@ -42,7 +42,7 @@ COMMANDS = {
     "completion": "elastic_aio.cli.completion:main_completion",
     "help": "elastic_aio.cli.guides:main_help",
 }
-"""The sub-commands beside `run`: each a function of its arguments that returns the exit code."""
+"""The sub-commands beside `run`: functions of their arguments that return the exit code."""
 
 USAGE = """\
 usage: aio-elastic run [options] script [arguments of the script]
@@ -75,7 +75,6 @@ def entry_torchrun() -> int:
 
 
 def entry_launch() -> int:
-    """Run `python -m elastic_aio.launch`; return the exit code."""
     return _run_to_exit(main_launch)
 
 
@@ -97,7 +96,7 @@ def _run_to_exit(main: Callable[[], int]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line, by default that of the process; return the exit code."""
+    """Run the command line, by default the process's; return the exit code."""
     # Imported here, one sub-command at a time: `elastic_aio.cli.options` must not load the
     # launcher, and a run must not load the store's client.
     from elastic_aio.cli.options import print_error
@@ -179,8 +178,8 @@ def _run(
 def _fix_inherited_state() -> None:
     """Open closed standard streams, and restore an ignored SIGCHLD.
 
-    The next opened file would otherwise become a closed standard stream; with an ignored
-    SIGCHLD the kernel discards the exit statuses of the workers (wait(2)).
+    Otherwise the next opened file would become a closed standard stream, and the kernel would
+    discard the exit statuses of the workers while SIGCHLD is ignored (wait(2)).
     """
     for descriptor in range(3):
         try:

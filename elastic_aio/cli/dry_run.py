@@ -75,7 +75,7 @@ def plan_lines(
 ) -> Iterator[str]:
     """Yield the lines that describe the first attempt of a job on this node.
 
-    `cpus` are those that each worker is bound to; empty without a binding.
+    Each worker is bound to one of `cpus`; empty without a binding.
     """
     (node,) = assign_node_ranks([NodeSize(spec.role, nproc)])
     workers = node.worker_ranks(nproc)

@@ -1,4 +1,4 @@
-"""`aio-elastic events`: print the events of a job on this host, or those of all its nodes.
+"""`aio-elastic events`: print the events of a job on this host, or of all its nodes.
 
 ::
 
@@ -31,15 +31,15 @@ from elastic_aio.spec.checks import invalid_value, parse_int
 from elastic_aio.spec.rendezvous import ENGINES
 
 _NOTICE_S = 1.0
-"""Seconds of a search after which it is reported."""
+"""Seconds after which a search is reported."""
 
 
 @command("events")
 def main_events(argv: Sequence[str]) -> int:
-    """Run `aio-elastic events` with these arguments; return the exit code.
+    """Run `aio-elastic events`; return the exit code.
 
-    0: the job has finished.  1: no store or agent answers, or it was lost.  2: the arguments
-    are invalid.  130: Ctrl-C.
+    0: the job has finished.  1: no store or agent answers, or it was lost.  2: the arguments are
+    invalid.  130: Ctrl-C.
     """
     with store_errors():
         arguments = _parser().parse_args(argv)
@@ -92,7 +92,7 @@ def _parser() -> OptionParser:
 
 
 def _is_at_store(arguments: argparse.Namespace) -> bool:
-    """Whether the options name a store; it has the events of all nodes.
+    """Whether the options name a store, which has the events of all nodes.
 
     Raises:
         UsageError: they name a job of this host too.

@@ -1,9 +1,9 @@
 """A second stop signal ends the command, whatever blocks it.
 
-The first one stops a job by its plan, and has no effect once the exit code is settled.  The
-second one kills the workers, after which the command ends within a moment, unless a listener, a
-plug-in's thread or a file system blocks it, or a worker cannot be killed.  Then the process
-exits some seconds later, and the guardian ends what is left of the job.
+The first signal stops a job by its plan, and has no effect once the exit code is settled.  The
+second signal kills the workers, after which the command ends within a moment, unless a listener, a
+plug-in's thread or a file system blocks it, or a worker cannot be killed.  Then the process exits
+some seconds later, and the guardian ends what is left of the job.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ class ForcedExit:
         self._numbers: set[int] = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM}
 
     def choose(self, numbers: Iterable[int]) -> None:
-        """Choose the signals that count."""
         self._numbers = set(numbers)
 
     def note(self, number: int, frame: object = None) -> None:
@@ -45,9 +44,9 @@ class ForcedExit:
                 os._exit(128 + number)
 
     def handle_late(self) -> None:
-        """Handle signals until `close`: the exit code is settled, one does not replace it.
+        """Handle signals until `close`: the exit code is settled, a signal does not replace it.
 
-        Others are blocked.  Idempotent.
+        Other signals are blocked.  Idempotent.
         """
         handled = [one for one in self._numbers if signal.getsignal(one) is not signal.SIG_IGN]
         for number in handled:
@@ -57,7 +56,7 @@ class ForcedExit:
     def close(self) -> None:
         """Handle no signal any more: the interpreter restores the default actions.
 
-        After a stop signal they are right: the next one ends the process.
+        After a stop signal they are right: the next signal ends the process.
         """
         if not self._count:
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())

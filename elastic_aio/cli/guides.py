@@ -22,7 +22,7 @@ _BACKGROUND = ("guarantees", "architecture")
 
 @command("help")
 def main_help(argv: Sequence[str]) -> int:
-    """Run `aio-elastic help` with these arguments; return the exit code.
+    """Run `aio-elastic help`; return the exit code.
 
     0: the text was printed.  1: the pages are not installed.  2: there is no such topic.
     """
@@ -57,7 +57,7 @@ def main_help(argv: Sequence[str]) -> int:
 def find_pages() -> dict[str, str]:
     """Return the paths of the pages by topic: the guides, the reference, and the background.
 
-    A page of the reference whose name a guide has is `NAME-reference`.
+    A page of the reference that shares its name with a guide is `NAME-reference`.
     """
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     pages: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Jobs of this user on this host: which one a command means, and most commands about one.
+"""Jobs of this user on this host: which job a command means, and most commands about a job.
 
 `ps`, `status`, `dump`, `stop`, `restart`, `signal` and `wait` ask the control sockets of agents,
 and need no store and no option.  `logs`, `top`, `why` and `events` choose their job here too.
@@ -71,14 +71,14 @@ R = TypeVar("R")
 
 
 class JobError(Exception):
-    """A job did not do what it was asked; the message is one line."""
+    """A job has not done what it was asked; the message is one line."""
 
 
 def command(name: str) -> Callable[[Command], Command]:
     """Make a sub-command of a function: its errors are printed, and have an exit code.
 
-    1: the job does not answer, or has refused.  2: the arguments are invalid, or there is no
-    such job.  130: Ctrl-C.
+    1: the job does not answer, or has refused.  2: the arguments are invalid, or there is no such
+    job.  130: Ctrl-C.
     """
 
     def decorate(run: Command) -> Command:
@@ -121,7 +121,7 @@ def job_parser(name: str, description: str, *, epilog: str = EXIT_CODES) -> Opti
 
 
 def choose_job(name: str | None, jobs: Sequence[RunningJob] | None = None) -> RunningJob:
-    """Return the job of this name, or the only one, among `jobs` or all of this user.
+    """Return the job of this name, or the only job, among `jobs` or all of this user.
 
     Raises:
         UsageError: there is no such job, or there are several.
@@ -144,7 +144,7 @@ def choose_job(name: str | None, jobs: Sequence[RunningJob] | None = None) -> Ru
 
 
 def choose_job_to_change(name: str | None) -> RunningJob:
-    """Return the job of this name; a person at a terminal may mean the only one.
+    """Return the job of this name; a person at a terminal may mean the only job.
 
     Raises:
         UsageError: there is no such job, there are several, or a script has not named it.
@@ -220,7 +220,6 @@ def fresh_status(job: RunningJob, *, makes_files: bool = False) -> JobStatus:
 
 @command("ps")
 def main_ps(argv: Sequence[str]) -> int:
-    """Run `aio-elastic ps` with these arguments; return the exit code."""
     parser = OptionParser(
         prog="aio-elastic ps",
         description="List the jobs of this user on this host.",
@@ -241,7 +240,6 @@ def main_ps(argv: Sequence[str]) -> int:
 
 @command("status")
 def main_status(argv: Sequence[str]) -> int:
-    """Run `aio-elastic status` with these arguments; return the exit code."""
     parser = job_parser("status", "Print what a job is doing, and each worker of this node.")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     arguments = parser.parse_args(argv)
@@ -257,7 +255,7 @@ def main_status(argv: Sequence[str]) -> int:
 
 
 def _cpu_shares(status: JobStatus) -> dict[int, float]:
-    """Return the part of a CPU that each worker uses now, by pid: measured for a moment."""
+    """Return each worker's present share of a CPU, by pid, measured for a moment."""
     meter = CpuMeter()
     for worker in status.workers:
         meter.share(worker)
@@ -269,7 +267,6 @@ def _cpu_shares(status: JobStatus) -> dict[int, float]:
 
 @command("stop")
 def main_stop(argv: Sequence[str]) -> int:
-    """Run `aio-elastic stop` with these arguments; return the exit code."""
     parser = job_parser(
         "stop",
         "End a job by its stop plan, and wait for its end. A job of several nodes goes on"
@@ -297,7 +294,6 @@ def main_stop(argv: Sequence[str]) -> int:
 
 @command("restart")
 def main_restart(argv: Sequence[str]) -> int:
-    """Run `aio-elastic restart` with these arguments; return the exit code."""
     parser = job_parser(
         "restart",
         "Stop the workers of a job by its stop plan and start them again, on all its nodes. It"
@@ -316,7 +312,6 @@ def main_restart(argv: Sequence[str]) -> int:
 
 @command("dump")
 def main_dump(argv: Sequence[str]) -> int:
-    """Run `aio-elastic dump` with these arguments; return the exit code."""
     parser = job_parser("dump", "Print what the workers of this node are doing: their stacks.")
     parser.add_argument("--reason", default="", metavar="TEXT", help="for the text and the events")
     arguments = parser.parse_args(argv)
@@ -330,7 +325,6 @@ def main_dump(argv: Sequence[str]) -> int:
 
 @command("signal")
 def main_signal(argv: Sequence[str]) -> int:
-    """Run `aio-elastic signal` with these arguments; return the exit code."""
     parser = OptionParser(
         prog="aio-elastic signal",
         usage="aio-elastic signal [-h] [--rank N] [JOB] SIGNAL",
@@ -366,7 +360,6 @@ def main_signal(argv: Sequence[str]) -> int:
 
 @command("wait")
 def main_wait(argv: Sequence[str]) -> int:
-    """Run `aio-elastic wait` with these arguments; return the exit code."""
     parser = job_parser(
         "wait",
         "Wait for the end of a job.",
@@ -389,7 +382,7 @@ def main_wait(argv: Sequence[str]) -> int:
 
 
 def _ended(job: RunningJob, reply: EndReply) -> str:
-    # With the name: a job that was the only one need not be the one that is meant.
+    # With the name: the only job need not be the job that is meant.
     name, status = describe_job(job), job.status
     if reply.state is JobState.STOPPED and status is not None and status.group_world_size > 1:
         ended = f"node {status.node} has left job {name}"  # which may go on

@@ -1,6 +1,6 @@
 """`aio-elastic logs`: the output of a job's workers, from their log files.
 
-The paths come from the status of the job, and those of later attempts from its events.
+The paths come from the status of the job and, for later attempts, from its events.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ _REPLY_MAX: Final = 1 << 26
 
 @command("logs")
 def main_logs(argv: Sequence[str]) -> int:
-    """Run `aio-elastic logs` with these arguments; return the exit code."""
     parser = job_parser("logs", "Print the last lines that the workers of a job have written.")
     parser.add_argument(
         "rank",
@@ -77,7 +76,7 @@ def main_logs(argv: Sequence[str]) -> int:
 
 
 def _job_and_rank(arguments: argparse.Namespace) -> tuple[RunningJob, int | None]:
-    """Return what is meant; a number alone is a rank, unless it is the pid of a launcher."""
+    """Return the job and rank; a number alone is a rank, unless it is the pid of a launcher."""
     jobs = find_jobs()
     name, text = arguments.job, arguments.rank
     is_alone = name is not None and text is None and parse_int(name) is not None
@@ -140,7 +139,6 @@ async def _print(streams: LoggedStreams, printer: LinePrinter, *, follow: bool) 
 async def _follow(
     job: RunningJob, after: int, streams: LoggedStreams, rank: int | None, printer: LinePrinter
 ) -> None:
-    """Print what is written until the end of the job."""
     following = create_task(_add_attempts(job, after, streams, rank), name="follow the attempts")
     try:
         await _print(streams, printer, follow=True)
@@ -173,15 +171,14 @@ async def _add_attempts(
 
 
 class LinePrinter:
-    """Prints lines of several files; one that comes in pieces stays in one line."""
+    """Prints lines of several files; a line that comes in pieces stays together."""
 
     def __init__(self, *, has_prefix: bool) -> None:
-        """Print; `has_prefix` puts the rank before each line."""
         self._has_prefix = has_prefix
         self._unfinished: tuple[object, ...] | None = None
 
     def print(self, lines: Sequence[LogLine]) -> None:
-        """Print lines, with the rank before each; say what is missing.
+        """Print lines, with `has_prefix` the rank before each; say what is missing.
 
         Raises:
             OSError: nothing reads standard output.

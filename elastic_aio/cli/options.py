@@ -1,9 +1,9 @@
 """The option grammar of all sub-commands: parsers, values of options, one-line errors.
 
-`aio-elastic run` spells options as torchrun does: dashed, underscored, abbreviated, or as
-PET_* variables.  argparse cannot abbreviate an option that exists in two spellings (Python
-3.11 calls it ambiguous), so `split_options` first brings every option into one spelling,
-which also finds the script.
+`aio-elastic run` spells options as torchrun does: dashed, underscored, abbreviated, or as PET_*
+variables.  argparse cannot abbreviate an option that exists in two spellings (Python 3.11 calls it
+ambiguous), so `split_options` first brings every option into one spelling, which also finds the
+script.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _UVLOOP_DESCRIPTORS: Final = 32
 """Below a limit of 12 descriptors, libuv aborts the process or cannot close its loop."""
 
 Values = Mapping[str, str | None]
-"""The values of options by their `dest`; None of those that are not given."""
+"""The values of options by their `dest`; None without the option."""
 
 SECONDS_LIMIT: Final = 1e9
-"""A number of seconds is below it."""
+"""All numbers of seconds are below it."""
 
 _NEVER_EMPTY: Final = ("color", "events", "http", "numa_binding", "on_full")
 """Texts whose empty value is not the default, by the `dest` of their options."""
@@ -114,7 +114,7 @@ def _unknown_option(word: str, known: Iterable[str]) -> UsageError:
 def plain_values(words: Sequence[str], options: Sequence[Option]) -> dict[str, str | None] | None:
     """Return the value of each option, by its `dest`, in the words of `split_options`.
 
-    A request for help and words of other forms are for `option_parser`: then it is None.
+    None if there is a request for help or words of other forms, which are for `option_parser`.
     """
     known = {f"--{option.name}": option for option in options}
     known |= {option.short: option for option in options if option.short}
@@ -135,8 +135,8 @@ def fields_from(
 ) -> dict[str, Any]:
     """Return the fields of a spec, without its parts, that the options set, by their names.
 
-    `forms` make a field of the label and the text of its option, by the `dest`.  The others have
-    the form of the field's check: a number, a switch, or a text, whose check then follows.
+    `forms` make a field of the label and the text of its option, by the `dest`.  Other fields have
+    the form of their check: a number, a switch, or a text, whose check then follows.
 
     Raises:
         UsageError: one line that names the option, the problem and the value.
@@ -156,7 +156,7 @@ def fields_from(
         elif isinstance(check, Whole):
             found[name] = parse_number(option.label, text, least=check.at_least)
         elif option.is_flag:
-            # `--no-...` is that of a field which is True without it.
+            # A field that is True without an option has `--no-...`.
             found[name] = not described.default
         elif text or option.dest in _NEVER_EMPTY:
             found[name] = text
@@ -180,10 +180,9 @@ def value_from_env(option: Option, env: Mapping[str, str]) -> str | None:
 def choose_loop(choice: str, *, serves_store: bool = False) -> LoopFactory | None:
     """Return the factory of the event loop for a sub-command; None is asyncio's own loop.
 
-    "auto" takes uvloop for `aio-elastic store`, if it is installed, and asyncio's loop for
-    `aio-elastic run`, where uvloop makes no difference beyond the noise: it takes 0.99 of the
-    time with 8 workers and 1.02 with 16 nodes, but 0.43 for a store with 64 clients (all
-    figures: docs/benchmarks.md, "Event loops").
+    "auto" takes uvloop, if installed, for `aio-elastic store` (0.43 of the time with 64 clients),
+    and asyncio's loop for `aio-elastic run`, where uvloop makes no difference beyond the noise
+    (0.99 with 8 workers, 1.02 with 16 nodes); see docs/benchmarks.md, "Event loops".
 
     Raises:
         UsageError: `choice` is something else, or "uvloop" and cannot be used.
@@ -208,7 +207,7 @@ def choose_loop(choice: str, *, serves_store: bool = False) -> LoopFactory | Non
 
 
 def print_error(command: str, text: str, code: int) -> int:
-    """Write one line to stderr, if that is open; return the exit code `code`."""
+    """Write a line to stderr, if that is open; return the exit code `code`."""
     prefix = f"aio-elastic {command}" if command else "aio-elastic"
     try:
         os.write(2, f"{prefix}: {one_line(text)}\n".encode("utf-8", "replace"))

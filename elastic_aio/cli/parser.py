@@ -22,7 +22,7 @@ class OptionParser(argparse.ArgumentParser):
     """An `ArgumentParser` that raises `UsageError` where argparse prints usage and exits."""
 
     captured: ClassVar[list[OptionParser] | None] = None
-    """Where shell completion gets the parsers whose help would be printed; None prints it."""
+    """Where shell completion gets the parsers instead of printed help; None prints the help."""
 
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ")
@@ -109,7 +109,6 @@ def add_token_option(parser: OptionParser, purpose: str) -> None:
 
 
 def add_client_tls_options(parser: OptionParser) -> None:
-    """Add the options of a client to a sub-command."""
     _add_tls_file(parser, "ca", "certificates of the CAs that verify the store; connects over TLS")
     _add_tls_file(parser, "cert", "certificate of this client, if the store requires one")
     _add_tls_file(parser, "key", "private key of --tls-cert")
@@ -121,7 +120,6 @@ def add_client_tls_options(parser: OptionParser) -> None:
 
 
 def add_server_tls_options(parser: OptionParser) -> None:
-    """Add the options of a server to a sub-command."""
     _add_tls_file(parser, "cert", "certificate of the store, which then serves TLS only")
     _add_tls_file(parser, "key", "private key of --tls-cert")
     _add_tls_file(parser, "ca", "certificates of the CAs that verify the certificates of clients")

@@ -1,4 +1,4 @@
-"""What `aio-elastic run` says on stderr: a line for each event, a countdown, and the end."""
+"""The lines of `aio-elastic run` on stderr: one for each event, a countdown, and the end."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class EventPrinter:
     def __init__(self, stderr: Sink, level: int, *, color: str = "never") -> None:
         """Print into `stderr`, which the caller closes.
 
-        Events of less than `level` are not printed; the end of a failed job always is.
-        `color` is "auto" (on a terminal), "always" or "never".
+        Events below `level` are not printed, except the end of a failed job.  `color` is "auto" (on
+        a terminal), "always" or "never".
         """
         self._writer = LineWriter(stderr)
         self._level = level
@@ -50,7 +50,7 @@ class EventPrinter:
         self._countdown: _Countdown | None = None
         if stderr.is_terminal and level <= Level.WARNING:
             style = _BOLD if self._is_colored else b""
-            # Every write erases the line, one of nothing too.
+            # Every write erases the line, also an empty write.
             self._countdown = _Countdown(stderr, style, lambda: self._writer.put(b""))
         self._held: list[Event] = []
         self._status = StatusTracker()
@@ -58,7 +58,6 @@ class EventPrinter:
         """Whether to print once that several workers get OMP_NUM_THREADS=1."""
 
     def print_line(self, line: str) -> None:
-        """Print a line as it is."""
         self._writer.put(f"{line}\n".encode("utf-8", "replace"))
 
     def print(self, text: str, style: bytes = _BOLD) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from elastic_aio.http.server import StatusServer
 
 HandlerFactory = Callable[[Callable[[str], None]], Callable[[Event], None]]
-"""Makes a listener for events from what writes a line to standard error."""
+"""Makes a listener for events from a function that writes a line to standard error."""
 
 _CONSOLE_PATIENCE = 5.0
 """Seconds without progress after which a blocked console or event file is abandoned."""
@@ -77,7 +77,7 @@ def main_run(request: RunRequest, *, owns_process: bool) -> int:
 
 
 def _handler_factory(name: str) -> HandlerFactory | None:
-    """Return what makes the listener for `--event-log-handler`; None without one."""
+    """Return the maker of the listener for `--event-log-handler`; None without one."""
     if name == "null":
         return None
     from elastic_aio.torch_events import load_event_handler
@@ -86,7 +86,7 @@ def _handler_factory(name: str) -> HandlerFactory | None:
 
 
 def _service_notifier() -> ServiceNotifier | None:
-    """Return what tells systemd about the job; None if this process is no service."""
+    """Return the notifier that tells systemd about the job; None if this process is no service."""
     if "NOTIFY_SOCKET" not in os.environ:
         return None
     from elastic_aio.cli.sd_notify import take_notifier  # most jobs are started by hand
@@ -148,7 +148,6 @@ async def _supervise(
     listeners: list[Callable[[Event], None]],
     notifier: ServiceNotifier | None,
 ) -> LaunchResult:
-    """Run a job to its end, with the servers that its command line asks for."""
     async with AsyncExitStack() as stack:
         if notifier is not None:
             listeners.append(stack.enter_context(notifier))
@@ -176,7 +175,7 @@ async def _serve(
     except SpecError as error:
         if "--http" not in variables:
             raise
-        # torch's variable is often that of all agents of a host, and only one gets the port.
+        # All agents of a host often share torch's variable, and only one gets the port.
         printer.warn(as_option_error(error, variables))
         return []
     if server.address != address:
@@ -209,10 +208,10 @@ def _open_events(path: str | None) -> int | None:
 
 
 def _write_error_file(error: Exception) -> None:
-    """Write the error file that the parent launcher expects, if there is one.
+    """Write the root cause's error file for the parent launcher, if it expects one.
 
-    It is that of the root cause; if the workers have left none, there is none.  A launcher
-    whose own error ended the job writes that.
+    Without an error file of the workers there is none, unless the launcher's own error ended the
+    job.
     """
     target = os.environ.get(ERROR_FILE)
     if not target:

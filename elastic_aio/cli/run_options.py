@@ -1,9 +1,9 @@
-"""The command line of `aio-elastic run`, which is torchrun's, in; a `LaunchSpec` out.
+"""The command line of `aio-elastic run`, which is torchrun's, as a `LaunchSpec`.
 
 Every option has a dashed and an underscored spelling, `PET_*` variables are fallbacks that the
-command line overrides, and everything after the script is left alone.  An option that sets a
-field is described there, in `elastic_aio.spec`, and its text is parsed by the field's check
-unless it has a form of its own: a field with an option needs nothing here.
+command line overrides, and everything after the script is left alone.  `elastic_aio.spec` describes
+an option that sets a field.  The field's check parses the option's text unless it has a form of its
+own, so a field with an option needs nothing here.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ class RunRequest(SpecValue, prefix=""):
     """A parsed command line of `aio-elastic run`."""
 
     spec: LaunchSpec = field(check=Part(LaunchSpec), kw_only=False)
-    """The job."""
     signals: SignalSpec = field(default=SignalSpec())
     """The signals that the launcher handles."""
     warnings: tuple[str, ...] = field(default=())
@@ -99,7 +98,7 @@ class RunRequest(SpecValue, prefix=""):
     color: str = field(default="never", check=OneOf(("auto", "always", "never")), label="--color")
     """Colors of the launcher's own lines: "auto", "always" or "never"."""
     level: int | None = field(default=None)
-    """Least level of the lines that are printed; None is that of LOGLEVEL."""
+    """Least level of the printed lines; None takes LOGLEVEL's."""
 
 
 _STANDALONE: Final = make_option(
@@ -149,7 +148,7 @@ USE_ENV: Final = make_option(
     "pass the local rank as LOCAL_RANK only, not as the argument --local-rank",
     has_variable=False,
 )
-"""The further option of `python -m elastic_aio.launch`."""
+"""An option of `python -m elastic_aio.launch` only."""
 
 _OF_NODES: Final = (
     *("nnodes", "standalone", "rdzv_conf", "master_addr", "master_port"),
@@ -226,7 +225,7 @@ def parse_run(
 def _misplaced(
     argv: Sequence[str], program: list[str], accepted: Sequence[Option], env: Mapping[str, str]
 ) -> list[str]:
-    """Return a line for what has no effect where it stands: variables, and the script's words."""
+    """Return a line for each variable and word of the script that has no effect in its place."""
     args = program[1:]
     # The module is imported only where one of them may have no effect.
     if not any(name.startswith("PET_") for name in env) and not any(
@@ -243,7 +242,7 @@ def _misplaced(
 
 
 def _apply_scheduler(values: dict[str, str | None], env: Mapping[str, str]) -> list[str]:
-    """Fill in the options of the rendezvous that a scheduler knows; return what it says."""
+    """Fill in the options of the rendezvous that a scheduler knows; return its lines."""
     # The module is imported only where one of them has started this process.
     if not any(name.startswith(SCHEDULERS) for name in env):
         return []
@@ -258,7 +257,6 @@ def _apply_scheduler(values: dict[str, str | None], env: Mapping[str, str]) -> l
 
 
 def _with_local_rank(values: Values, program: list[str]) -> list[str]:
-    """Put `--local-rank` before the script's arguments, except with `--use-env`."""
     if values["use_env"]:
         return program
     if values["no_python"] and not values["run_path"]:
@@ -306,7 +304,7 @@ def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunR
 
 
 def _has_torch_variable(env: Mapping[str, str]) -> bool:
-    """Whether a variable may be one of those that torch's launcher reads."""
+    """Whether a variable may be for torch's launcher."""
     return any(name.startswith("TORCHELASTIC_") for name in env)
 
 
@@ -321,12 +319,11 @@ def _torch_fields(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _has_any(values: Values, names: Iterable[str]) -> bool:
-    """Whether one of the options is given, or torchrun's defaults take the place of ours."""
+    """Whether an option is given, or torchrun's defaults take the place of ours."""
     return bool(values["torchrun_defaults"]) or any(values[name] is not None for name in names)
 
 
 def _nodes(values: Values, env: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the fields of the spec for several nodes, and lines to print at the start."""
     if not _has_any(values, _OF_NODES):
         return {}, []
     from elastic_aio.cli.rendezvous_options import node_fields
@@ -335,7 +332,6 @@ def _nodes(values: Values, env: Mapping[str, str]) -> tuple[dict[str, Any], list
 
 
 def _restarts(values: Values) -> dict[str, Any]:
-    """Return the fields of the spec for restarts."""
     if not _has_any(values, _OF_RESTARTS):
         return {}
     from elastic_aio.cli.restart_options import restart_fields
@@ -344,7 +340,6 @@ def _restarts(values: Values) -> dict[str, Any]:
 
 
 def _level(values: Values) -> int | None:
-    """Return the least level of `--quiet` or `--verbose`; None without either."""
     if values["quiet"] and values["verbose"]:
         raise UsageError("--quiet: excludes --verbose")
     if values["quiet"]:
@@ -373,7 +368,7 @@ def _usage_warnings(values: Values) -> list[str]:
 def _program(
     values: Values, program: list[str]
 ) -> tuple[Script | Module | Command | Function, list[str]]:
-    """Return what the workers run, and its arguments; --run-path wins, as in torchrun."""
+    """Return the program of the workers, and its arguments; --run-path wins, as in torchrun."""
     script, *args = program
     if values["run_path"]:
         from elastic_aio.worker.scripts import run_script
@@ -457,7 +452,7 @@ def _names(option: str, text: str) -> list[str]:
 
 
 def _texts(option: str, text: str) -> list[str]:
-    """Split a list at its commas; a doubled one belongs to the text."""
+    """Split a list at its commas; a doubled comma belongs to the text."""
     # NUL cannot occur in an argument.
     texts = text.replace(",,", "\0").split(",") if text else []
     return [part.replace("\0", ",") for part in texts]
@@ -505,7 +500,7 @@ _FORMS: Final[Mapping[str, Callable[[str, str], Any]]] = {
     "shutdown_timeout": _steps,
     "signals_to_handle": _signals,
 }
-"""What makes a field of a text, by the `dest` of its option; `RestartPolicy` has its own."""
+"""Makers of a field from a text, by the `dest` of its option; `RestartPolicy` has its own."""
 
 # ----------------------------------------------------------------------- errors
 
@@ -523,7 +518,7 @@ def as_option_error(error: SpecError | UsageError, variables: Mapping[str, str] 
 
 @cache
 def _labels() -> dict[str, str]:
-    """Return what the command line calls the fields, by the names that errors give them."""
+    """Return the command line's names for the fields, by the names that errors give them."""
     fields = (*all_fields(RunRequest), *all_fields(TlsSpec))
     labels = {name: each.label for name, each in fields if each.label}
     return {**labels, "endpoint": labels["rendezvous.endpoint"], "address": labels["http"]}

@@ -1,11 +1,11 @@
 """What a cluster's scheduler says of a job in the environment, as settings of a rendezvous.
 
-Each task that the scheduler starts is a node of the job, usually one for each host.  The
-nodes meet at the host of the first task, at a port that follows from the job's id, so that
-jobs that share a host do not meet.
+Each task that the scheduler starts is a node of the job, usually one for each host.  The nodes meet
+at the host of the first task, at a port that follows from the job's id, so that jobs that share a
+host do not meet.
 
-The stop grace is shorter than the time from the scheduler's SIGTERM to its SIGKILL, by
-default: the workers are gone, and the exit code is ours, before that.
+By default, the stop grace is shorter than the time from the scheduler's SIGTERM to its SIGKILL: the
+workers end, and the launcher exits with its own code, before that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FIRST_PORT: Final = 20_000
 _PORTS: Final = 9_000
 _HOSTS_MAX: Final = 100_000
 _LOSSES: Final = "replace_timeout=30"
-"""Where the scheduler does not replace a lost node: the others do not wait long."""
+"""For schedulers that do not replace a lost node: the others do not wait long."""
 
 _PIECE: Final = re.compile(r"([\w.-]+)|\[([\d,-]+)\]")
 _HOST: Final = re.compile(rf"(?:{_PIECE.pattern})+")
@@ -37,13 +37,12 @@ class Allocation(Struct, frozen=True, kw_only=True):
 
     Attributes:
         scheduler: its name.
-        job_id: the id of the job, with what tells its steps apart.
+        job_id: the id of the job, and of its step if it has several.
         nodes: number of nodes; None if the scheduler does not say it.
         rank: this node among them.
         host: the host of the first node; empty if it is not known.
         grace: seconds for a stop; None if the scheduler sets no limit.
-        advice: what to do if this process is not started by the scheduler itself; empty
-            if it is.
+        advice: what to do if this process is not started by the scheduler itself; else empty.
         problem: why the variables do not describe all nodes; empty if they do.  The job
             then needs its number of nodes and its endpoint as options.
         replaces_nodes: whether it starts a task again whose host is lost.
@@ -69,12 +68,12 @@ class Allocation(Struct, frozen=True, kw_only=True):
 
 
 def find_allocation(env: Env, fqdn: Callable[[], str] = lambda: "") -> Allocation | None:
-    """Return what the scheduler says; None without one.
+    """Return the place of this process in a job of a scheduler; None without a scheduler.
 
     `fqdn` returns the full name of this host, for Kubernetes.
 
     Raises:
-        UsageError: a variable of the scheduler is malformed; it is named.
+        UsageError: the named variable of the scheduler is malformed.
     """
     finders = (_slurm, _flux, _lsf, _open_mpi, _pmi, _pbs)
     for finder in finders:
@@ -241,7 +240,7 @@ def _number(env: Env, *names: str) -> int | None:
 
 
 def expand_hosts(variable: str, text: str) -> list[str]:
-    """Return the hosts of a list as Slurm writes it: `a,rack[1-2]n[01-03,7]`.
+    """Return the hosts of a list in Slurm's form: `a,rack[1-2]n[01-03,7]`.
 
     Raises:
         UsageError: `variable` has another form, or too many hosts.
@@ -282,7 +281,7 @@ def _not_a_list(variable: str, text: str) -> UsageError:
 def apply_allocation(
     values: dict[str, str | None], found: Allocation, *, is_explicit_stop: bool
 ) -> str:
-    """Fill in the options that are not given; return the line that says what was found.
+    """Fill in the options that are not given; return a line about the allocation.
 
     With `is_explicit_stop` the stop grace is set by an option or a variable.
 
@@ -320,7 +319,6 @@ def apply_allocation(
 
 
 def _meet(values: dict[str, str | None], found: Allocation) -> str:
-    """Fill in the endpoint and the backend, if neither is given; return the endpoint."""
     if values["rdzv_endpoint"]:
         return values["rdzv_endpoint"]
     if values["master_addr"]:

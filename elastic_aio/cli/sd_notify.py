@@ -34,13 +34,10 @@ _RETRY_S: Final = 0.1
 
 
 class ServiceNotifier:
-    """Sends datagrams to the service manager: a listener for events, and a context manager.
-
-    It never blocks.
-    """
+    """Sends datagrams to the service manager; a listener and context manager that never blocks."""
 
     def __init__(self, address: str, watchdog: float | None) -> None:
-        """Prepare; within the block the manager gets a sign in half of `watchdog` seconds, if any.
+        """Prepare; in the block the manager gets a sign in half of `watchdog` seconds, if not None.
 
         `address` is the path of a socket; "@" begins an abstract name.
         """
@@ -57,7 +54,7 @@ class ServiceNotifier:
 
     @classmethod
     def take(cls, env: MutableMapping[str, str], pid: int) -> ServiceNotifier | None:
-        """Return the notifier of a service, and remove its variables; None for another program.
+        """Return a service's notifier, and remove its variables; None for another program.
 
         The variables of the watchdog may be for another process than `pid`.
         """
@@ -74,7 +71,6 @@ class ServiceNotifier:
         return self
 
     def __call__(self, event: Event) -> None:
-        """Tell the manager about an event."""
         self._status(event)
         text = one_line(event.sentence, _STATUS_MAX)
         fields = {"STATUS": text} if event.level >= Level.WARNING else {}

@@ -24,7 +24,7 @@ JOB_COLUMNS = (
 WORKER_COLUMNS = ("RANK", "PID", "STATE", "SINCE", "CPU", "CPU TIME", "PEAK MEM", "LAST MESSAGE")
 
 MEASURED_S = 0.25
-"""Seconds between two looks at the CPU time of a process: its unit is 10 milliseconds."""
+"""Seconds between two looks at the CPU time of a process, whose unit is 10 milliseconds."""
 
 _ID_MAX = 24
 _NAME_MAX = 32
@@ -89,7 +89,7 @@ def _message(worker: WorkerStatus, now: float) -> str:
 
 
 def head_lines(status: JobStatus, now: float) -> list[str]:
-    """Return what there is to say about a job beside its workers."""
+    """Return the lines about a job itself, without its workers."""
     since = format_duration(now - status.since)
     why = f": {one_line(status.reason)}" if status.reason else ""
     used = f"{status.restarts - status.returned} of {restarts_text(status.max_restarts)} used"
@@ -126,13 +126,13 @@ def _time(status: JobStatus, now: float) -> str:
 
 
 class CpuMeter:
-    """Says which part of a CPU each worker has used since it was asked last."""
+    """Measures each worker's share of a CPU since the previous call."""
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[float, float]] = {}
 
     def share(self, worker: WorkerStatus) -> float | None:
-        """Return the part of a CPU of a worker; None at first, and if it does not run."""
+        """Return the share of a CPU of a worker; None at first, and if it does not run."""
         if worker.usage is None or worker.state != "running":
             return None
         now, seconds = time.monotonic(), worker.usage.user_s + worker.usage.system_s
@@ -154,5 +154,4 @@ def format_size(number: int) -> str:
 
 
 def fit(lines: Sequence[str], width: int) -> list[str]:
-    """Return lines of at most `width` columns."""
     return [truncate(line, width) for line in lines]

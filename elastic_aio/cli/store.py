@@ -1,4 +1,4 @@
-"""`aio-elastic store`: a standalone store server, and a probe for one.
+"""`aio-elastic store`: a standalone store server, and a probe for a store.
 
 ::
 
@@ -6,8 +6,8 @@
                       [--tls-cert FILE --tls-key FILE [--tls-ca FILE]]
     aio-elastic store ping ENDPOINT [--timeout SECONDS] [--token-file FILE] [--tls-ca FILE]
 
-A store without a token serves elastic_aio's and torch's clients.  A store with a token or
-TLS serves only elastic_aio's clients: torch's protocol has neither.
+A store without a token serves elastic_aio's and torch's clients.  A store with a token or TLS
+serves only elastic_aio's clients: torch's protocol has neither.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _LAST_LINES_S: Final = 0.2
 
 
 def main_store(argv: Sequence[str]) -> int:
-    """Run `aio-elastic store` with these arguments; return the exit code.
+    """Run `aio-elastic store`; return the exit code.
 
-    0: a signal stopped the server, or the probe reached a store.  1: the probe reached
-    none.  2: the arguments are invalid, or the server cannot start; one line says why.
+    0: a signal stopped the server, or the probe reached a store.  1: the probe reached none.  2:
+    the arguments are invalid, or the server cannot start; one line says why.
     """
     is_ping = list(argv[:1]) == ["ping"]
     command = "store ping" if is_ping else "store"
@@ -145,7 +145,7 @@ def _access(tls: TlsSpec | None, token: str | None) -> str:
 
 
 class _DropLog:
-    """Prints dropped connections to stderr, and leaves some out while that is not read."""
+    """Prints dropped connections to stderr, and leaves some out while stderr is not read."""
 
     def __init__(self) -> None:
         self._sink = open_sink("stderr", 2)
@@ -154,7 +154,7 @@ class _DropLog:
         self._missed = 0
 
     def put(self, dropped: Dropped) -> None:
-        """Print one connection; never blocks."""
+        """Print a connection; never blocks."""
         if self._size - self._sink.written > _UNPRINTED or self._writer.lost:
             self._missed += 1
             return
@@ -169,7 +169,6 @@ class _DropLog:
         self._writer.put(line)
 
     async def aclose(self) -> None:
-        """Print the rest, if it is read."""
         await self._writer.drain(_LAST_LINES_S)
         self._sink.close()
 

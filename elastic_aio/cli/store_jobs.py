@@ -38,10 +38,10 @@ _EXIT_CODES: Final = "Exit codes: 0 success, 1 no store answers, 2 invalid argum
 
 @command("jobs")
 def main_jobs(argv: Sequence[str]) -> int:
-    """Run `aio-elastic jobs` with these arguments; return the exit code.
+    """Run `aio-elastic jobs`; return the exit code.
 
-    0: the jobs have been listed.  1: no store answers, or the store was lost.  2: the
-    arguments are invalid.  130: Ctrl-C.
+    0: the jobs have been listed.  1: no store answers, or the store was lost.  2: the arguments are
+    invalid.  130: Ctrl-C.
     """
     with store_errors():
         arguments = _jobs_parser().parse_args(argv)
@@ -51,7 +51,7 @@ def main_jobs(argv: Sequence[str]) -> int:
 
 @command("gc")
 def main_gc(argv: Sequence[str]) -> int:
-    """Run `aio-elastic gc` with these arguments; return the exit code, as for `main_jobs`."""
+    """Run `aio-elastic gc`; return the exit code, as for `main_jobs`."""
     with store_errors():
         arguments = _gc_parser().parse_args(argv)
         run_coroutine(lambda: _collect(arguments))
@@ -60,7 +60,7 @@ def main_gc(argv: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def store_errors() -> Iterator[None]:
-    """Make errors of a command that asks a store those of a command."""
+    """Turn the errors of a command that asks a store into errors of a command."""
     try:
         yield
     except SpecError as error:
@@ -144,7 +144,7 @@ async def _collect(arguments: argparse.Namespace) -> None:
                 recent += 1
                 continue
             if not arguments.dry_run and not await jobs.remove(job, also_lost=arguments.lost):
-                continue  # a node has come meanwhile
+                continue  # a node has come
             removed += 1
             if arguments.json:
                 print(msgspec.json.encode(job).decode(), flush=True)

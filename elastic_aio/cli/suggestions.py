@@ -20,7 +20,7 @@ _LAUNCHER_ONLY: Final = frozenset(
 
 
 def variable_warnings(env: Mapping[str, str], options: Sequence[Option]) -> list[str]:
-    """Return a line for each PET_* variable that sets nothing and is near one that does."""
+    """Return a line for each PET_* variable that sets nothing and resembles one that does."""
     names = {option.variable: option for option in options}
     warnings = []
     for name in sorted(env):

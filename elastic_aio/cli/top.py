@@ -1,8 +1,8 @@
 """`aio-elastic top`: a live view of jobs and their workers.
 
-The agent is asked only when its events say that something has changed; what the workers use
-is read from /proc here.  So a job that is watched stays as idle as one that is not.  With
-`rich` (the extra `tui`) the view has colors and borders, otherwise it is a plain table.
+The agent is asked only when its events report a change; the usage of the workers is read from /proc
+here.  So a watched job stays as idle as any other.  With `rich` (the extra `tui`) the view has
+colors and borders, otherwise it is a plain table.
 """
 
 from __future__ import annotations
@@ -50,8 +50,6 @@ _CLEAR: Final = "\x1b[H\x1b[2J"
 
 
 class View(Struct, frozen=True):
-    """What is shown: lines, then a table."""
-
     head: list[str]
     columns: tuple[str, ...]
     rows: list[tuple[str, ...]]
@@ -62,7 +60,6 @@ Draw = Callable[[View], None]
 
 @command("top")
 def main_top(argv: Sequence[str]) -> int:
-    """Run `aio-elastic top` with these arguments; return the exit code."""
     parser = job_parser(
         "top",
         "Show jobs and workers, and go on until Ctrl-C or the end of the job.",
@@ -102,24 +99,21 @@ class _Jobs:
     """All jobs of this user; each view asks their agents."""
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the next view."""
         time.sleep(seconds)
         return True
 
     def view(self) -> View:
-        """Return what there is now."""
         now = time.time()
         return View([], JOB_COLUMNS, [job_row(job, now) for job in find_jobs()])
 
 
 class _Workers:
-    """The workers of one job, and which part of a CPU each uses.
+    """The workers of a job, and their shares of a CPU.
 
     The events of the job, which this object follows, say when its agent must be asked again.
     """
 
     def __init__(self, job: RunningJob) -> None:
-        """Begin with no measurement."""
         self._job = job
         self._status = fresh_status(job)
         self._asked_at = time.time()
@@ -135,7 +129,6 @@ class _Workers:
         self._client.__exit__()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the next view; return False if the job is over and was shown."""
         if self._end is not None:
             return False
         deadline, has_changed = time.monotonic() + seconds, False
@@ -168,7 +161,6 @@ class _Workers:
         return True
 
     def view(self) -> View:
-        """Return what the job does now."""
         now = time.time()
         if self._job.is_local:
             self._status = with_usage(self._status)
@@ -190,7 +182,7 @@ class _Workers:
 
 @contextlib.contextmanager
 def _screen(*, is_plain: bool) -> Iterator[Draw]:
-    """Yield what draws a view: with rich on a terminal, if it is installed."""
+    """Yield a function that draws a view: with rich on a terminal, if it is installed."""
     if not sys.stdout.isatty():
         yield _print
         return

@@ -1,7 +1,7 @@
 """`aio-elastic why`: the decisions that led to the present state of a job.
 
-Each has its rule (the setting or the request that decided) and its evidence (what had
-happened).  They are read from the events, of a running job or of a file of `--events`.
+Each has its rule (the setting or the request that decided) and its evidence (what had happened).
+They are read from the events, of a running job or of a file of `--events`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TAIL_LINES: Final = 3
 
 
 class Step(Struct, frozen=True):
-    """One decision, or what happened without one: `rule` is empty then."""
+    """A decision, or what happened without a decision: `rule` is empty then."""
 
     time: float
     """Unix seconds."""
@@ -68,7 +68,7 @@ _SHOWN: Final = (
 
 
 def _decision(event: Event) -> Step | None:
-    """Return the step of an event that a rule has decided; None for what happened without one."""
+    """Return the step of an event that a rule has decided; None for other events."""
     match event:
         case events.AttemptFailed():
             others = sum(not failure.is_victim for failure in event.failures[1:])
@@ -118,7 +118,6 @@ def format_steps(steps: Sequence[Step]) -> list[str]:
 
 @command("why")
 def main_why(argv: Sequence[str]) -> int:
-    """Run `aio-elastic why` with these arguments; return the exit code."""
     parser = job_parser(
         "why",
         "Print the decisions that led to the present state of a job, each with its rule and its"
