@@ -31,8 +31,8 @@ _CHUNK: Final = 1 << 18
 class RunningJob(Struct, frozen=True):
     """A job of this user on this host: its agent's socket and process, and its status.
 
-    `status` is None if the agent does not answer: it is suspended, or very busy.  `is_local`:
-    the processes of the job have the same pids here as for the agent.
+    `status` is None if the agent does not answer: it is suspended, or very busy.  `is_local`: the
+    processes of the job have the same pids here as for the agent.
     """
 
     path: str
@@ -42,8 +42,6 @@ class RunningJob(Struct, frozen=True):
 
 
 class ControlClient:
-    """One connection to the socket of an agent."""
-
     def __init__(self, path: str, timeout: float = 2.0) -> None:
         """Connect within `timeout` seconds.
 
@@ -78,7 +76,7 @@ class ControlClient:
             self._socket.sendall(encode(request))
 
     def receive(self, timeout: float | None = None) -> Reply | None:
-        """Return the next reply; None after the last one.
+        """Return the next reply; None after the last reply.
 
         Args:
             timeout: seconds; None waits without a limit.
@@ -105,8 +103,8 @@ class ControlClient:
     def replies(self, request: ControlRequest) -> Iterator[Reply]:
         """Send a request, and yield all replies as they come.
 
-        The last one is no event.  The end of the connection is not waited for: a worker that
-        was forked meanwhile may have a copy of the agent's side.
+        The last reply is no event.  The end of the connection is not waited for: a forked worker
+        may have a copy of the agent's side.
         """
         self.send(request)
         while (reply := self.receive()) is not None:
@@ -188,7 +186,7 @@ def _paths() -> list[str]:
 
 
 def _read_job(path: str, client: ControlClient | None, deadline: float) -> RunningJob | None:
-    """Return the job behind a socket; None if it has ended meanwhile."""
+    """Return the job behind a socket; None if it has ended."""
     named = int(number) if (number := os.path.basename(path).partition("-")[0]).isdigit() else 0
     if client is None:
         return RunningJob(path, named, None)

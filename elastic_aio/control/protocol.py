@@ -1,8 +1,8 @@
 """What a client asks of a job, and what the agent answers: one JSON object per line.
 
 Pure.  A connection carries one request: a line with its `command` and the `version` of the
-protocol.  Every line of the answer has a `reply`; the last one is no `event`.  Readers ignore
-fields that they do not know, and the version grows when a field changes its meaning.
+protocol.  Every line of the answer has a `reply`; the last line is no `event`.  Readers ignore
+unknown fields, and the version grows when a field changes its meaning.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REQUEST_MAX: Final = 64 * 1024
 
 
 class ControlError(ValueError):
-    """A request or an answer that is not valid; the message is one line."""
+    """An invalid request or answer; the message is one line."""
 
 
 class _ControlMessage(Struct, frozen=True, kw_only=True, tag_field="command"):
@@ -33,7 +33,7 @@ class _ControlMessage(Struct, frozen=True, kw_only=True, tag_field="command"):
 class GetStatus(_ControlMessage, frozen=True, kw_only=True, tag="status"):
     """Answer with a `StatusReply`; `makes_files`: the log files are about to be read.
 
-    Then each captured stream has its file from now on, also one that is empty.
+    Then each captured stream has its file from now on, also an empty stream.
     """
 
     makes_files: bool = False
@@ -101,25 +101,23 @@ class EventReply(Struct, frozen=True, tag_field="reply", tag="event"):
 
 
 class EndReply(Struct, frozen=True, tag_field="reply", tag="end"):
-    """How the job has ended."""
-
     state: JobState
     why: str
     exit_code: int
 
 
 class DoneReply(Struct, frozen=True, tag_field="reply", tag="done"):
-    """A request has been performed; `is_done`: and has had its effect."""
+    """A request was performed; `is_done`: and has had its effect."""
 
     is_done: bool = True
     pids: tuple[int, ...] = ()
     """The processes that got a signal."""
     unhandled: tuple[int, ...] = ()
-    """The ranks of those that have no handler for it, so that it ends them."""
+    """The ranks of the processes without a handler for the signal, which it ends."""
 
 
 class DumpReply(Struct, frozen=True, tag_field="reply", tag="dump"):
-    """The stacks of the workers as text, and the file that has it; None for none."""
+    """The stacks of the workers as text, and the file with it, or None."""
 
     text: str
     path: str | None = None

@@ -1,11 +1,11 @@
-"""The control socket of one agent: a Unix socket that only its user can connect to.
+"""The control socket of an agent: a Unix socket that only its user can connect to.
 
-The job never needs it.  Idle it costs two descriptors and no wake-up; what answers requests is
-loaded with the first connection.  A socket that was removed is made anew: at the logout of a
-user, systemd-logind removes the directory /run/user/UID.
+The job never needs it.  Idle it costs two descriptors and no wake-up; the code that answers
+requests is loaded with the first connection.  A socket that was removed is made anew: at the logout
+of a user, systemd-logind removes the directory /run/user/UID.
 
-The name of a socket is never used twice, and it appears only when the socket listens.  So a
-socket that refuses connections belongs to a launcher that was killed, and may be removed.
+The name of a socket is never used twice, and it appears only when the socket listens.  So a socket
+that refuses connections belongs to a launcher that was killed, and may be removed.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class ControlServer:
             watched_after: seconds until the socket is watched.  A short job does without: the
                 kernel frees a watch after an RCU grace period, for which the end of the process
                 waits (5 to 20 ms).
-            remade_after: seconds from the removal of the socket to the next one: a directory is
-                removed in steps.
+            remade_after: seconds from the removal of the socket to the next socket: a directory
+                is removed in steps.
         """
         self.path = ""
-        """Of the socket; empty while nothing listens."""
+        """Path of the socket; empty while nothing listens."""
         self._job = weakref.ref(job)
         self._on_unavailable = on_unavailable
         self._fork = ForkGuard()

@@ -1,4 +1,4 @@
-"""One connection to the control socket: a request, its answer, the end."""
+"""A connection to the control socket: a request, its answer, the end."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Send = Callable[[Reply], Awaitable[None]]
 
 
 class ViewedJob(Protocol):
-    """What a view needs of an `Agent`."""
+    """The part of an `Agent` that a view needs."""
 
     def status(self, *, usage: bool = True) -> JobStatus: ...
     def events(self, after: int = -1) -> EventReader[Event]: ...
@@ -54,7 +54,7 @@ class ViewedJob(Protocol):
 
 
 class ControlledJob(ViewedJob, Protocol):
-    """What a request on the control socket needs of an `Agent`."""
+    """The part of an `Agent` that a request on the control socket needs."""
 
     def pids(self) -> dict[int, int]: ...
     def kill(
@@ -80,10 +80,10 @@ def refuse(connection: socket.socket, problem: str) -> None:
 async def serve(connection: socket.socket, job: ControlledJob) -> None:
     """Read one request from a connection, answer it, and close the connection.
 
-    A client that reads slowly delays nothing but its own answer; one that breaks off, or takes
-    too long to send its request, gets none.
+    A client that reads slowly delays only its own answer; a client that breaks off, or takes too
+    long to send its request, gets none.
 
-    Cancellation: the connection is closed; what was requested goes on.
+    Cancellation: the connection is closed; the request goes on.
     """
     try:
         client = f"requested by {describe_peer(connection)}"
@@ -138,7 +138,6 @@ async def _answer(job: ControlledJob, request: ControlRequest, client: str, send
 
 
 async def _perform(job: ControlledJob, request: ControlRequest, client: str, send: Send) -> Reply:
-    """Do what is requested; return the last reply."""
     match request:
         case GetStatus():
             if request.makes_files:
@@ -173,7 +172,6 @@ async def _perform(job: ControlledJob, request: ControlRequest, client: str, sen
 
 
 def _reason(given: str, client: str) -> str:
-    """Return why something is done, with the client that requests it."""
     return f"{given}, {client}" if given else client
 
 

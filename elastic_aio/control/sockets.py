@@ -1,11 +1,11 @@
 """Where the control sockets of a user's agents are: one directory, one socket for each agent.
 
 The directory is `$XDG_RUNTIME_DIR/elastic_aio`, else `/tmp/elastic_aio-UID`.  A shell that was
-opened by `docker exec` has another environment than the job: so a client looks into all
-directories that an agent may have used.  `$ELASTIC_AIO_CONTROL_DIR` takes the place of both.
+opened by `docker exec` has another environment than the job: so a client looks into all directories
+that an agent may have used.  `$ELASTIC_AIO_CONTROL_DIR` takes the place of both.
 
-Other users can write to /tmp: a directory there counts only if it belongs to this user, and
-if no other user can enter it.
+Other users can write to /tmp: a directory there counts only if it belongs to this user, and no
+other user can enter it.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def is_peer_allowed(connection: socket.socket) -> bool:
 def peer_of(connection: socket.socket) -> tuple[int, int]:
     """Return pid and user of the process at the other end of a Unix socket.
 
-    Of one that listens, these are those of the process that called listen(2).  The pid is 0 for
-    a process of another pid namespace.
+    For a listening socket, it is the process that called listen(2).  The pid is 0 for a process of
+    another pid namespace.
     """
     credentials = struct.Struct("3i")
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
@@ -94,9 +94,9 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
 
 
 def describe_peer(connection: socket.socket) -> str:
-    """Return program, pid and user of the process at the other end of a Unix socket.
+    """Return program, pid and user id of the process at the other end of a Unix socket.
 
-    The user is a number: its name may be at a server that does not answer.
+    The user's name may be at a server that does not answer.
     """
     pid, uid = peer_of(connection)
     if not pid:
