@@ -1,8 +1,7 @@
 """The state of a job as an ASGI app: read-only pages for probes, Prometheus and people.
 
-The app is served by `StatusServer`, or is mounted in another one.  What it answers comes from
-memory, but for the page and the logs: files are read off the loop, a few at a time, because a
-disk may not answer.
+`StatusServer` serves the app, or another app mounts it.  It answers from memory, except the page
+and the logs: files are read off the loop, a few at a time, because a disk may not answer.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ def status_app(job: ViewedJob, *, keep_alive: float = 15.0) -> Starlette:
         app = FastAPI()
         app.mount("/job", status_app(agent))
 
-    They are those of `StatusServer`.  They are read-only and need no password: what the app is
-    mounted in decides who can read them.
+    The pages are `StatusServer`'s.  They are read-only and need no password: the app that mounts
+    them decides who can read them.
 
     Args:
         job: an `Agent`; it may be started later.
@@ -87,15 +86,13 @@ def status_app(job: ViewedJob, *, keep_alive: float = 15.0) -> Starlette:
 class LocalHostOnly:
     """Refuses requests for other hosts than this one, for a server on a loopback address.
 
-    Another name in `Host` is that of a web site, which a browser here was led to (DNS rebinding).
+    Another name in `Host` belongs to a web site that a browser here was led to (DNS rebinding).
     """
 
     def __init__(self, app: ASGIApp) -> None:
-        """Protect an app."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request, or refuse it."""
         fields = dict(scope.get("headers", ()))
         if scope["type"] == "http" and not _is_local(fields.get(b"host", b"").decode("latin-1")):
             refusal = _answer("this server is for its own host: use localhost or an address\n", 403)
@@ -198,8 +195,8 @@ def _read_end(path: str, readers: threading.BoundedSemaphore) -> bytes:
 async def _messages(events: EventReader[Event], keep_alive: float) -> AsyncIterator[bytes]:
     """Yield the messages of a stream of events, whose ids are cursors.
 
-    A stream is a position among the kept events and no queue, so that a client that reads slowly
-    costs no memory.
+    A stream is a position among the kept events and no queue, so that a slow client costs no
+    memory.
     """
     yield b"retry: 2000\n\n"  # a client that loses the stream comes back after 2 s
     for number in count():

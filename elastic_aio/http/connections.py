@@ -1,9 +1,9 @@
 """The connections of an ASGI app: Hypercorn serves each of them, within limits.
 
 They share the event loop with the job, so every request costs little: a bounded head, one short
-answer, and a time limit.  Of too many connections the oldest is closed: slow clients do not keep
-out one that sends its request at once.  A burst of connections does: of those that arrive
-together, only the last are served.
+answer, and a time limit.  Of too many connections the oldest is closed, so slow clients do not keep
+out a client that sends its request at once.  A burst of connections does: of connections that
+arrive together, only the last are served.
 
 Hypercorn limits neither the number of connections nor the time that a client takes to read, and
 its `serve` keeps its sockets to itself.  So the connections are accepted here.  It would also speak
@@ -45,10 +45,8 @@ class AsgiConnections:
     def __init__(self, app: ASGIApp, patience: float) -> None:
         """Prepare; nothing is accepted before `listen`.
 
-        Args:
-            app: what answers.
-            patience: seconds for a client to send its request and to take the answer; of a
-                stream, to take each part.
+        `patience` is the seconds for a client to send its request and to take the answer; of a
+        stream, to take each part.
         """
         self._app = app
         self._patience = patience

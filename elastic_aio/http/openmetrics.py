@@ -59,7 +59,7 @@ def format_metrics(job: JobStatus, now: float) -> str:
 
 
 def _workers(workers: Sequence[WorkerStatus], now: float) -> list[str]:
-    """Return what is known of single workers; those of the next attempt begin at zero."""
+    """Return the metrics of single workers; metrics of the next attempt begin at zero."""
     ranked = [({"rank": str(one.rank), "local_rank": str(one.local_rank)}, one) for one in workers]
     used = [(labels, one.usage) for labels, one in ranked if one.usage is not None]
     cpu = [(labels, usage.user_s + usage.system_s) for labels, usage in used]
@@ -101,7 +101,7 @@ def _counter(name: str, text: str, samples: _Samples | float) -> list[str]:
 
 
 def _family(name: str, kind: str, text: str, samples: _Samples | float) -> list[str]:
-    """Return the lines of one metric; a counter and an info have their suffix in each sample."""
+    """Return the lines of a metric; a counter and an info have their suffix in each sample."""
     if isinstance(samples, int | float):
         samples = [({}, samples)]
     family = f"elastic_aio_{name}"

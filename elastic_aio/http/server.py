@@ -116,7 +116,6 @@ class ListenedJob:
     """A job as its events show it, also before its agent starts and after the agent is gone."""
 
     def __init__(self) -> None:
-        """Begin with no event."""
         self.source: Callable[[], Agent | None] = lambda: None
         self._tracker = StatusTracker()
         self._events: EventHistory[Event] = EventHistory(_EVENTS_KEPT, _missed)
