@@ -1,7 +1,7 @@
 """The JSON form of events: one object per line.
 
-`schema` is the version of the form, `event` the name of the type; the rest are the fields.
-Readers must ignore fields that they do not know.
+`schema` is the version of the form, `event` the name of the type; the rest are the fields.  Readers
+must ignore unknown fields.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What plug-ins build on: layouts of log files, and rendezvous backends.
+"""The base of plug-ins: layouts of log files, and rendezvous backends.
 
 An entry point of the group `elastic_aio.logs_specs` names a subclass of `LogLayout`, for
-`--logs-specs`.  One of the group `elastic_aio.rendezvous` names a function that returns a
-`Rendezvous`, for `RendezvousSpec.backend`; it is called with the `LaunchSpec`, the
-`NodeInfo` of this node, the run id and the `AgentPort` to instruct.
+`--logs-specs`.  An entry point of the group `elastic_aio.rendezvous` names a function that returns
+a `Rendezvous`, for `RendezvousSpec.backend`; it is called with the `LaunchSpec`, the `NodeInfo` of
+this node, the run id and the `AgentPort` to instruct.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """This library's events as torch's: the same names, metadata and metrics, with true times.
 
-Pure but for the plug-ins: one `TorchEvents` (or `TorchMetrics`) reads the stream of one node in
-its order, since torch repeats in each event what ours say once.
+Pure but for the plug-ins: a `TorchEvents` (or `TorchMetrics`) reads the stream of one node in its
+order, since torch repeats in each event what ours say once.
 
 ========================  ==================================================================
 event here                torch's events
@@ -32,7 +32,7 @@ from elastic_aio.spec.checks import UsageError, invalid_value
 from elastic_aio.status import StatusTracker
 
 GROUPS: Final = ("elastic_aio.event_handlers", "torchrun.handlers")
-"""Entry point groups of handlers, torchrun's own among them; the first one wins."""
+"""Entry point groups of handlers, torchrun's own among them; the first wins."""
 
 _OPTION: Final = "--event-log-handler"
 
@@ -45,7 +45,7 @@ class _Worker(Struct):
 
 
 class _Job:
-    """The status of the job on this node, and what torch's events need beside it."""
+    """The status of the job on this node, and what else torch's events need."""
 
     def __init__(self) -> None:
         self.status = StatusTracker()
@@ -69,7 +69,6 @@ class _Job:
         return self.status.status(0.0).restarts_left
 
     def read(self, event: events.Event) -> None:
-        """Take an event in."""
         self.status(event)
         match event:
             case events.JobStarted():
@@ -97,7 +96,6 @@ class TorchEvents:
     """Translates the events of one node, in their order; called with each."""
 
     def __init__(self) -> None:
-        """Begin at the start of a stream."""
         self._job = _Job()
         self._joined_attempt = -1
         self._is_watching = False
@@ -253,7 +251,6 @@ class TorchMetrics:
     """
 
     def __init__(self) -> None:
-        """Begin at the start of a stream."""
         self._job = _Job()
 
     def __call__(self, event: events.Event) -> list[tuple[str, int]]:
@@ -292,10 +289,10 @@ Send = Callable[[str], None]
 
 
 def load_event_handler(name: str) -> Callable[[Send], Callable[[events.Event], None]]:
-    """Load a handler of `--event-log-handler`; return what makes a listener for events.
+    """Load a handler of `--event-log-handler`; return the maker of a listener for events.
 
-    That function takes what writes a line to standard error, which "console" uses.  Another name
-    is that of an entry point: a `logging.Handler`, or a function that returns one.
+    The maker takes a function that writes a line to standard error, which "console" uses.  Another
+    name names an entry point: a `logging.Handler`, or a function that returns one.
 
     Raises:
         UsageError: there is no such handler, or it cannot be loaded.

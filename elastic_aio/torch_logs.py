@@ -1,7 +1,7 @@
 """torch's `LogsSpecs`, of plug-ins and of callers, as a `LogLayout`.
 
-Those of torchrun's entry point group derive from torch's class, so torch can be imported where
-they are used; here it is found through them only.
+The plug-ins of torchrun's entry point group derive from torch's class.  So torch can be imported
+where they are used, and is found here through them only.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class TorchLogLayout(LogLayout):
 
         Args:
             specs: the object.
-            variables: of all workers, which it gets beside those of each worker.
-            settings: those of a `LogSpec`.
+            variables: of all workers, beside the variables of each worker.
+            settings: as for a `LogSpec`.
         """
         super().__init__(**settings)
         # A spec is frozen; this is not part of its value.
@@ -55,7 +55,7 @@ class TorchLogLayout(LogLayout):
         self._planner.nproc = nproc
 
     def plan(self, worker: LogLayoutContext) -> LogDestinations:
-        """Return where torch's plan puts the streams of one worker."""
+        """Return where torch's plan puts the streams of a worker."""
         return destinations_of(self._planner.plan(worker), worker.local_rank)
 
 
@@ -87,12 +87,12 @@ class _Planner:
 
 
 def destinations_of(dest: Any, rank: int, prefix: str | None = None) -> LogDestinations:
-    """Return where a torch `LogsDest` puts the streams of one worker.
+    """Return where a torch `LogsDest` puts the streams of a worker.
 
     Args:
         dest: what `reify` returned.
         rank: the local rank of the worker.
-        prefix: of its shown lines; None is that of the `LogSpec`.
+        prefix: of its shown lines; None takes the prefix of the `LogSpec`.
     """
     paths = {"stdout": dest.stdouts.get(rank, ""), "stderr": dest.stderrs.get(rank, "")}
     tee = {"stdout": dest.tee_stdouts.get(rank), "stderr": dest.tee_stderrs.get(rank)}

@@ -15,9 +15,9 @@ _UNINTERRUPTIBLE: Final = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 
 
 def outside_worker(env: Mapping[str, str]) -> tuple[Mapping[str, str], list[str]]:
-    """Return the variables that describe a job, and a line if those of a worker are left out.
+    """Return the variables that describe a job, and a line if a worker's variables are left out.
 
-    In a worker the scheduler's variables and PET_* describe the job of this worker: another one
+    In a worker the scheduler's variables and PET_* describe the job of this worker: another job
     with them would take a rank of it, or wait for one for ever.
     """
     left_out = {name for name in env if name.startswith((*SCHEDULERS, "PET_"))}
@@ -31,7 +31,7 @@ def outside_worker(env: Mapping[str, str]) -> tuple[Mapping[str, str], list[str]
 
 def timers_from(env: Mapping[str, str]) -> bool | str:
     """Return where the pipe of the timers is made: False for none."""
-    # In a worker the path is that of the pipe of its own job.
+    # In a worker the path names the pipe of its own job.
     path = "" if RUN_ID in env else env.get(TIMER_FILE)
     return env.get(_TIMERS) == "1" and (path or True)
 
@@ -43,7 +43,7 @@ def health_address_from(env: Mapping[str, str]) -> str | None:
         UsageError: the variable is not a port.
     """
     port = env.get(HEALTH_VARIABLE)
-    # In a worker the port is that of its own job.
+    # In a worker the port belongs to its own job.
     if not port or RUN_ID in env:
         return None
     if parse_port(port) is None:

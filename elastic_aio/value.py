@@ -11,7 +11,7 @@ import msgspec
 
 
 class _Fields:
-    """Makes the fields that `dataclasses` looks for when they are asked for."""
+    """Makes the fields for `dataclasses` on first use."""
 
     def __get__(self, value: object, owner: type[Value]) -> dict[str, dataclasses.Field[Any]]:
         return _fields_of(owner)
@@ -20,13 +20,13 @@ class _Fields:
 class Value(msgspec.Struct, frozen=True):
     """A frozen value with `replace()`, `fields()` and `asdict()` of `dataclasses`.
 
-    A start makes dozens of such classes.  `dataclass` writes and compiles six methods for each:
-    3.7 million instructions, with Python 3.11.
+    A start makes dozens of such classes.  `dataclass` writes and compiles six methods for each: 3.7
+    million instructions, with Python 3.11.
     """
 
     __dataclass_fields__: ClassVar[Any] = _Fields()
     _hidden: ClassVar[tuple[str, ...]] = ()
-    """Fields that `repr()` leaves out: secrets, and what is long."""
+    """Fields that `repr()` leaves out: secrets and long values."""
 
     def __repr__(self) -> str:
         shown = [name for name in self.__struct_fields__ if name not in self._hidden]
