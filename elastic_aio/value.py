@@ -50,7 +50,7 @@ def _fields_of(owner: type[Value]) -> dict[str, dataclasses.Field[Any]]:
 def dataclass_fields(
     owner: type, fields: Iterable[tuple[str, Any, dict[str, Any], bool]]
 ) -> dict[str, dataclasses.Field[Any]]:
-    """Return what `dataclasses.fields` reads: of names, types, defaults, and what is hidden."""
+    """Return `dataclasses.fields` for names, types, defaults, and whether they are hidden."""
     settings = [
         (name, kind, dataclasses.field(**default, repr=not is_hidden))
         for name, kind, default, is_hidden in fields

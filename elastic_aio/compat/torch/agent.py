@@ -117,13 +117,13 @@ class WorkerSpec:
     entrypoint: Callable[..., Any] | str | None = None
     """A function, or a program."""
     args: tuple[Any, ...] = ()
-    """Arguments of every worker; `${local_rank}` is replaced in those of a program."""
+    """Arguments of every worker; `${local_rank}` is replaced in arguments of a program."""
     max_restarts: int = 3
     monitor_interval: float = 0.1
     master_port: int | None = None
-    """Port of the workers' store in place of the handler's."""
+    """Port of the workers' store, in place of the handler's."""
     master_addr: str | None = None
-    """Its address in place of the handler's."""
+    """Address of that store, in place of the handler's."""
     local_addr: str | None = None
     event_log_handler: str = "null"
     numa_options: Any = None
@@ -132,7 +132,6 @@ class WorkerSpec:
     virtual_local_rank: bool = False
 
     def __post_init__(self) -> None:
-        """Check the settings."""
         if not isinstance(self.local_world_size, int) or self.local_world_size <= 0:
             problem = "must be a whole number of at least 1"
             raise ValueError(f"local_world_size: {problem} (got {self.local_world_size!r})")
@@ -199,7 +198,6 @@ class WorkerGroup:
     """The workers of this node; the agent changes it while it runs."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        """Begin before the first round."""
         self.spec = spec
         self.workers = [Worker(local_rank) for local_rank in range(spec.local_world_size)]
         self.store: Any = None
@@ -210,7 +208,6 @@ class WorkerGroup:
         self.state = WorkerState.INIT
 
     def on_event(self, event: Event) -> None:
-        """Follow the job."""
         match event:
             case RoundFormed():
                 self.group_rank = event.group_rank
@@ -271,7 +268,6 @@ class SimpleElasticAgent(ElasticAgent):
     """The base class of torch's agents; it cannot be extended here."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse subclasses."""
         raise TypeError(f"{cls.__name__}: SimpleElasticAgent cannot be extended: {_SEAM}")
 
 
@@ -299,7 +295,7 @@ class LocalElasticAgent(ElasticAgent):
     ) -> None:
         """Prepare; nothing is started before `run`.
 
-        The other settings are those of `LaunchConfig`.
+        The other settings are as in `LaunchConfig`.
 
         Args:
             spec: what the workers run.
@@ -349,7 +345,7 @@ class LocalElasticAgent(ElasticAgent):
                 server.stop()
 
     def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
-        """Return the workers; another thread may change them meanwhile."""
+        """Return the workers; another thread may change them at any time."""
         return self._worker_group
 
     def _launch_spec(self) -> LaunchSpec:
@@ -540,7 +536,7 @@ def _log_event(event: Event) -> None:
 
 
 def _event_handlers(name: str) -> list[EventListener]:
-    """Return what writes torch's events and metrics: to a registered handler, or a plug-in."""
+    """Return the writers of torch's events and metrics, to a registered handler or a plug-in."""
     if name == "null":
         return [metric_listener()]
     try:

@@ -1,9 +1,9 @@
 """torch.distributed.elastic.multiprocessing.errors: error files and `ChildFailedError`.
 
-Texts and formats are torch's, because programs read them.  What differs on purpose: an
-error file that cannot be parsed is an error of `ProcessFailure(...)` only, and neither of a
-group of processes nor of `record`; files are written atomically; `record` takes `async def`
-functions too, and passes on the error file of a `JobFailed` as that of a `ChildFailedError`.
+Texts and formats are torch's, because programs read them.  What differs on purpose: only
+`ProcessFailure(...)` fails on an error file that cannot be parsed, and neither a group of processes
+nor `record`; files are written atomically; `record` takes `async def` functions too, and passes on
+the error file of a `JobFailed` as it does for a `ChildFailedError`.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ Wrapped = TypeVar("Wrapped", bound=Callable[..., Any])
 
 @dataclass
 class ProcessFailure:
-    """A process that failed, with what its error file says.
+    """A process that failed, with the content of its error file.
 
     `message` is the text or the dict of the error file; without one, it says how the process
-    ended.  `timestamp` is in whole Unix seconds: that of the error file, else the present.
+    ended.  `timestamp` is the error file's time, else the present, in whole Unix seconds.
 
     Raises:
         Exception: the error file has another format.
@@ -59,7 +59,6 @@ class ProcessFailure:
     host: str = field(init=False, repr=False, compare=False, default="")
 
     def __post_init__(self) -> None:
-        """Read the error file."""
         self.error_file_data = {"message": "<NONE>"}
         self.message = ""
         if os.path.isfile(self.error_file):
@@ -97,7 +96,6 @@ class ProcessFailure:
         return made
 
     def _take(self, failure: Failure) -> None:
-        """Use what is known without an error file."""
         if failure.error is not None:
             self.error_file_data = json.loads(render_error_file(failure.error))
             self.message = self.error_file_data["message"]
@@ -157,7 +155,7 @@ class ChildFailedError(Exception):
         return rank, self.failures[rank]
 
     def format_msg(self, boarder_delim: str = "=", section_delim: str = "-") -> str:
-        """Return the report; the arguments make its first and last line, and those between."""
+        """Return the report; the arguments make its outer lines and the lines between its parts."""
         root, _ = self.get_first_failure()
         local = socket.getfqdn()
         blocks = {
@@ -281,9 +279,9 @@ def get_error_handler() -> ErrorHandler:
 def record(fn: Wrapped, error_handler: ErrorHandler | None = None) -> Wrapped:
     """Decorate a main function, so that it records why it failed.
 
-    An Exception is recorded by `error_handler` and raised again; of a `ChildFailedError`
-    or a `JobFailed` the error file of the first failure is passed on.  `SystemExit(0)`
-    becomes a return of None.  The function may be `async def`.
+    An Exception is recorded by `error_handler` and raised again; the error file of the first
+    failure of a `ChildFailedError` or a `JobFailed` is passed on.  `SystemExit(0)` becomes a return
+    of None.  The function may be `async def`.
     """
     return called_within(_Recording(error_handler or get_error_handler()), fn)
 

@@ -180,9 +180,9 @@ def construct_and_record_rdzv_event(
     local_id: int | None = None,
     rank: int | None = None,
 ) -> None:
-    """Make a `RdzvEvent` and record it; without a handler for such events, nothing is done.
+    """Make a `RdzvEvent` and record it; without a handler for such events, do nothing.
 
-    Without a name it has that of the caller's function; the host and the process are this one.
+    The name is by default the caller's function's; the host and the process are this one.
     """
     if isinstance(get_logging_handler("dynamic_rendezvous"), logging.NullHandler):
         return
@@ -204,7 +204,7 @@ def construct_and_record_rdzv_event(
 
 
 def torch_events() -> Callable[[native.Event], list[str]]:
-    """Return a function that translates the events of one node, in their order, to lines of JSON.
+    """Return a function that translates the events of a node, in their order, to lines of JSON.
 
     Pure; `TorchEvents` has the same as dicts.
     """

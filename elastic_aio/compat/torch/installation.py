@@ -1,14 +1,14 @@
 """Put this package's names in the place of torch's, for programs that import torch's.
 
-`install()` does so in this process; `aio-elastic exec PROGRAM` in a program and everything that
-it starts.  accelerate, Lightning, torchrun and programs of one's own then run their jobs here.
+`install()` does so in this process; `aio-elastic exec PROGRAM` in a program and everything that it
+starts.  accelerate, Lightning, torchrun and programs of one's own then run their jobs here.
 
 A name is replaced as soon as the module of torch that defines it has been executed, so a module
-that imports it later gets ours.  In modules that have been imported before, every reference to
-one of torch's objects is replaced.  torch is not imported by this module.
+that imports it later gets ours.  In modules that were imported before, every reference to a
+replaced object is replaced.  This module does not import torch.
 
-What stays torch's: private names, the stores, torch.multiprocessing, the etcd backends, torch's
-own rendezvous backends, and the modules of events and metrics, which get those of our jobs.
+What stays torch's: private names, the stores, torch.multiprocessing, the etcd backends, torch's own
+rendezvous backends, and the modules of events and metrics, which get our jobs' events and metrics.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ NAMES: Final[Mapping[str, tuple[str, str]]] = {
 }
 """By module of torch: the module of ours below `elastic_aio.compat.torch`, and the names.
 
-Two packages name what their modules define: the registry is replaced after torch has registered
-its own backends, and the base class of agents after torch has derived its own from it.
+Two packages name what their modules define: the registry is replaced after torch has registered its
+own backends, and the base class of agents after torch has derived its own from it.
 """
 
 
 class _Installation:
-    """The replaced names; one for the process."""
+    """The replaced names; the process has one instance."""
 
     def __init__(self) -> None:
         self.is_active = False
@@ -100,7 +100,7 @@ class _Installation:
             if vars(module).get(name) is ours:
                 setattr(module, name, original)
         self._references.clear()
-        # What torch's own modules have imported from each other meanwhile.
+        # Imports of torch's own modules from each other.
         originals = {id(_ours_of(*key)): original for key, original in self._originals.items()}
         for module in _modules_of_torch():
             for name, value in [*vars(module).items()]:
@@ -188,8 +188,8 @@ _installation = _Installation()
 def install(*, is_quiet: bool = False) -> None:
     """Put this package's names in the place of torch's in this process.  Idempotent.
 
-    Call it before the modules that use them are imported, where that is possible: classes
-    that are derived from torch's already stay as they are.
+    Call it before the modules that use them are imported, where that is possible: classes that were
+    derived from torch's before stay as they are.
 
     Args:
         is_quiet: do not say so in one line on stderr.
@@ -208,7 +208,7 @@ def install(*, is_quiet: bool = False) -> None:
 def uninstall() -> None:
     """Put torch's names back.  Idempotent.
 
-    Modules outside of torch that were imported meanwhile keep what they have imported.
+    Modules outside of torch that were imported since `install` keep what they have imported.
     """
     if _installation.is_active:
         _installation.end()

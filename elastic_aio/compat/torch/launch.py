@@ -90,7 +90,7 @@ class LaunchConfig:
     rdzv_timeout: int = -1
     """Older name of `rdzv_configs["timeout"]`; -1 is not set."""
     max_restarts: int = 3
-    """How many failed attempts may be followed by another one."""
+    """How many failed attempts may be followed by another attempt."""
     monitor_interval: float = 0.1
     """Seconds between two looks for waiting nodes of a handler that is not ours."""
     start_method: str | None = "spawn"
@@ -139,7 +139,7 @@ class LaunchConfig:
 class elastic_launch:
     """Runs a function or a program as a job: `elastic_launch(config, entrypoint)(*args)`.
 
-    Results and errors are those of `launch_agent`.
+    Arguments, results and errors are as for `launch_agent`.
     """
 
     def __init__(
@@ -148,7 +148,6 @@ class elastic_launch:
         entrypoint: Callable[..., Any] | str | None,
         health_check_server: Any = None,
     ) -> None:
-        """Prepare a job; the arguments are those of `launch_agent`."""
         self._job = config, entrypoint
         self._health_check_server = health_check_server
 
@@ -226,7 +225,7 @@ def _names_of(kind: type[WorkerSpec | LaunchConfig]) -> set[str]:
 
 
 def _get_entrypoint_name(entrypoint: Callable[..., Any] | str | None, args: Sequence[Any]) -> str:
-    """Return the name of what is run, for the report of a failure."""
+    """Return the name of the program or function, for the report of a failure."""
     if isinstance(entrypoint, str):
         if entrypoint != sys.executable:
             return entrypoint
@@ -245,7 +244,6 @@ def _whole_number(name: str, text: str) -> int:
 
 
 def _texts(value: str) -> list[str]:
-    """Split at commas; two commas are a comma of the text."""
     parts = [part.split(",") for part in value.split(",,")]
     texts = parts[0]
     for part in parts[1:]:
@@ -255,7 +253,7 @@ def _texts(value: str) -> list[str]:
 
 
 class _Argument(Struct, frozen=True):
-    """One option of torchrun; a flag if its default is False."""
+    """An option of torchrun; a flag if its default is False."""
 
     default: Any
     help: str
@@ -320,7 +318,7 @@ _ARGUMENTS: Final = {
 def get_args_parser() -> argparse.ArgumentParser:
     """Return torchrun's parser; the PET_* variables of this process are its defaults.
 
-    Not in a worker: they describe its own job there.
+    Not in a worker, whose variables describe its own job.
     """
     parser = argparse.ArgumentParser(
         description="Run a script as a group of worker processes, with torchrun's options."
@@ -361,7 +359,7 @@ def _flag(parser: argparse.ArgumentParser, variable: str, text: str) -> bool:
 
 
 def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
-    """Parse torchrun's arguments; None takes those of the process.
+    """Parse torchrun's arguments; None takes the process's.
 
     Raises:
         SystemExit: they are invalid (code 2), or ask for help.
@@ -385,8 +383,8 @@ def parse_min_max_nnodes(nnodes: str) -> tuple[int, int]:
 def determine_local_world_size(nproc_per_node: str) -> int:
     """Return the number of workers that `--nproc-per-node` means on this host.
 
-    "gpu", "xpu" and "auto" count what torch sees, if this process has imported it; else the
-    devices of the host.
+    "gpu", "xpu" and "auto" count the devices that torch sees, if this process has imported it; else
+    the devices of the host.
 
     Raises:
         ValueError: the word is unknown, or the host has no such device.
@@ -458,13 +456,13 @@ def config_from_args(
 
 
 def _with_defaults(args: argparse.Namespace) -> argparse.Namespace:
-    """Return a namespace of a caller's own, completed with torchrun's defaults."""
+    """Return a caller's own namespace, completed with torchrun's defaults."""
     defaults = vars(get_args_parser().parse_args([""]))
     return argparse.Namespace(**{**defaults, **vars(args)})
 
 
 def _command(args: argparse.Namespace) -> tuple[Callable[..., Any] | str, list[str]]:
-    """Return what the workers run, and its arguments; --run-path wins, as in torchrun."""
+    """Return the program of the workers, and its arguments; --run-path wins, as in torchrun."""
     entrypoint: Callable[..., Any] | str
     script, rest = args.training_script, list(args.training_script_args)
     if not get_use_env(args):

@@ -55,7 +55,6 @@ class MetricsConfig:
     __slots__ = ("params",)
 
     def __init__(self, params: dict[str, str] | None = None) -> None:
-        """Keep the parameters."""
         self.params = {} if params is None else params
 
 
@@ -86,7 +85,6 @@ class MetricStream:
     """The metrics of a group."""
 
     def __init__(self, group_name: str, handler: MetricHandler) -> None:
-        """Send the values of a group to a handler."""
         self.group_name = group_name
         self.handler = handler
 
@@ -95,12 +93,12 @@ class MetricStream:
         self.handler.emit(MetricData(time.time(), self.group_name, metric_name, metric_value))
 
 
-# By group; that of all other groups has the key None.
+# By group; the key None stands for all other groups.
 _handlers: dict[str | None, MetricHandler] = {None: NullMetricHandler()}
 
 
 def configure(handler: MetricHandler, group: str | None = None) -> None:
-    """Set the handler of a group; None is that of all groups without one."""
+    """Set the handler of a group; None sets the handler of all groups without one."""
     _handlers[group] = handler
 
 
@@ -178,7 +176,7 @@ def publish_metric(metric_group: str, metric_name: str, metric_value: int) -> No
 def metric_listener(group: str = "torchelastic") -> Callable[[Event], None]:
     """Return a listener that sends the metrics of a job to the handler of a group.
 
-    And to that of torch's own module, if the program has imported it.
+    And to the handler of torch's own module, if the program has imported it.
     """
     translate = TorchMetrics()
 

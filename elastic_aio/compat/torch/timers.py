@@ -43,7 +43,7 @@ _TRIES = 10
 _RETRY_S = 0.1
 
 _PIPE_MAX = 1 << 20
-"""Bytes; what a pipe can hold at most, pipe(7)."""
+"""The most bytes that a pipe can hold, pipe(7)."""
 
 LogEvent = Callable[[str, "FileTimerRequest | None"], None]
 
@@ -110,7 +110,7 @@ class TimerServer(ABC):
         """Return the timers that expire until `deadline`, by worker."""
 
     def _reap_expired(self, worker_id: Any, timers: Sequence[Any]) -> bool:
-        """End a worker; return False if that is to be tried again."""
+        """End a worker; return False to try it again."""
         try:
             return self._reap_worker(worker_id)
         except Exception:  # of a subclass: the timers of other workers must still expire
@@ -176,7 +176,7 @@ class expires:
         Args:
             after: seconds.
             scope: name of the timer; None is the file and the line of the caller.
-            client: acquires the timer; None is that of `configure`.
+            client: acquires the timer; None takes the client of `configure`.
         """
         if scope is None:
             caller = sys._getframe(1)
@@ -186,11 +186,7 @@ class expires:
         self._client = client
 
     def __enter__(self) -> None:
-        """Start the timer.
-
-        Raises:
-            RuntimeError: there is no client.
-        """
+        """Start the timer; raise a RuntimeError without a client."""
         client = self._client = self._client or _configured
         if client is None:
             raise RuntimeError("Configure timer client before using countdown timers.")
@@ -220,10 +216,7 @@ class LocalTimerClient(TimerClient):
 
 
 class MultiprocessingRequestQueue(RequestQueue):
-    """The requests in a queue of multiprocessing."""
-
     def __init__(self, mp_queue: Any) -> None:
-        """Use the queue."""
         self._mp_queue = mp_queue
 
     def size(self) -> int:
@@ -249,7 +242,6 @@ class _ProcessTimerServer(TimerServer):
     def __init__(
         self, request_queue: RequestQueue, max_interval: float, daemon: bool = True
     ) -> None:
-        """Begin without timers."""
         super().__init__(request_queue, max_interval, daemon)
         self._timers: dict[tuple[Any, str], Any] = {}
 
@@ -315,7 +307,6 @@ class FileTimerRequest(TimerRequest):
 
     @property
     def worker_pid(self) -> int:
-        """The process id."""
         return int(self.worker_id)
 
     def to_json(self) -> str:
@@ -335,11 +326,9 @@ class FileTimerClient(TimerClient):
     """Acquires timers for this process by a named pipe."""
 
     def __init__(self, file_path: str, signal: int = signals.SIGKILL) -> None:
-        """Use the pipe in `TORCHELASTIC_TIMER_FILE`.
+        """Use the pipe at `file_path`, which `TORCHELASTIC_TIMER_FILE` names.
 
-        Args:
-            file_path: path of the pipe.
-            signal: ends this process; 0 or less leaves it alone.
+        `signal` ends this process; 0 or less leaves it alone.
         """
         self._file_path = file_path
         self.signal = signal
@@ -385,8 +374,6 @@ class FileTimerClient(TimerClient):
 
 
 class _PipeQueue(RequestQueue):
-    """The requests in a named pipe."""
-
     def __init__(self, path: str) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._poller = select.poll()
@@ -400,7 +387,7 @@ class _PipeQueue(RequestQueue):
         return 1
 
     def get(self, size: int, timeout: float) -> list[TimerRequest]:
-        """Return all that comes in `timeout` seconds, which begin with the very first request.
+        """Return all requests of `timeout` seconds, which begin with the very first request.
 
         So a timer that is released soon is never acquired, as with torch's server.
         """
@@ -450,7 +437,7 @@ class FileTimerServer(_ProcessTimerServer):
         """Make the pipe.
 
         Args:
-            file_path: its path; what is there is removed.
+            file_path: its path, where any file is removed.
             run_id: name of the run, for the log.
             max_interval: seconds between two looks at the timers.
             daemon: whether the program may end while the thread runs.
@@ -482,7 +469,7 @@ class FileTimerServer(_ProcessTimerServer):
         self._close(handles_rest=True)
 
     def _close(self, *, handles_rest: bool = False) -> bool:
-        """Close everything; return False if that has been done before."""
+        """Close everything; return False if that was done before."""
         if self._is_closed:
             return False
         self._is_closed = True
@@ -520,7 +507,7 @@ class FileTimerServer(_ProcessTimerServer):
         super().register_timers(timer_requests)
 
     def clear_timers(self, worker_ids: set[Any]) -> None:
-        """Remove the timers of processes, and of those that have ended."""
+        """Remove the timers of these processes, and of ended processes."""
         ended = {pid for pid, _ in self._timers if not self.is_process_running(pid)}
         super().clear_timers(worker_ids | ended)
 

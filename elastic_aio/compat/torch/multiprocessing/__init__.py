@@ -1,14 +1,13 @@
 """torch.distributed.elastic.multiprocessing, and `spawn` of torch.multiprocessing.
 
 Synchronous as there: `start_processes` returns a context whose processes run.  An async program
-uses `elastic_aio.multiprocessing`.  `start_context` is what torch.multiprocessing calls
-`start_processes`.
+uses `elastic_aio.multiprocessing`.  `start_context` is torch.multiprocessing's `start_processes`.
 
 What differs on purpose: a failure stops a group at once and not at the next `wait`; the first
 failure of a result is the root cause; the caller's dicts are not changed; a context ends itself
-after its result, and signals are handled only while processes run.  As with multiprocessing,
-the processes of `spawn` run on when their context is not referred to any more, and the program
-waits for them when it ends, unless they are daemons.
+after its result, and signals are handled only while processes run.  As with multiprocessing, the
+processes of `spawn` run on when their context is not referred to any more, and the program waits
+for them when it ends, unless they are daemons.
 """
 
 from __future__ import annotations
@@ -112,7 +111,6 @@ class WorkerProcess:
         return f"<WorkerProcess {self.name}, pid {self.pid}: {state}>"
 
     def note_exit(self, status: ExitStatus) -> None:
-        """Note that the process has exited."""
         code = status.returncode
         with self._lock:
             self.exitcode, self._thread = 255 if code is None else code, None
@@ -198,7 +196,7 @@ def start_method_of(method: str | None) -> StartMethod:
 
 @contextmanager
 def torch_errors() -> Iterator[None]:
-    """Raise the errors of this library as those that torch's callers expect."""
+    """Raise the errors of this library as the errors that torch's callers expect."""
     try:
         yield
     except SpecError as error:
@@ -225,7 +223,6 @@ class SignalException(Exception):
     """A signal has arrived while processes run; `sigval` is its number."""
 
     def __init__(self, msg: str, sigval: signal.Signals) -> None:
-        """Keep the text and the signal."""
         super().__init__(msg)
         self.sigval = sigval
 
@@ -285,8 +282,8 @@ _handlers = _SignalHandlers()
 class RunProcsResult:
     """The result of a group by local rank.
 
-    `return_values` are those of functions; `failures` begin with the root cause; `stdouts`
-    and `stderrs` are paths, empty where the stream is not captured.
+    `return_values` are for functions; `failures` begin with the root cause; `stdouts` and `stderrs`
+    are paths, empty where the stream is not captured.
     """
 
     return_values: dict[int, Any] = field(default_factory=dict)
@@ -316,7 +313,7 @@ class PContext:
         duplicate_stdout_filters: list[str] | None = None,
         duplicate_stderr_filters: list[str] | None = None,
     ) -> None:
-        """Make the directories of the logs; the arguments are those of `start_processes`."""
+        """Make the directories of the logs; the arguments are as for `start_processes`."""
         self.name = name
         self.nprocs = len(args)
         self.envs = {rank: dict(env) for rank, env in envs.items()}
@@ -406,12 +403,11 @@ class PContext:
     def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
         """Wait until all processes have succeeded, or one has failed and the others are stopped.
 
+        Returns None if the timeout passes first.
+
         Args:
             timeout: seconds; 0 does not wait, a negative number waits without limit.
             period: accepted for torch's callers; nothing is polled.
-
-        Returns:
-            The result; None if the timeout has passed first.
 
         Raises:
             SignalException: a signal has arrived; the processes go on.
@@ -447,7 +443,7 @@ class PContext:
         return failures
 
     def _end(self) -> None:
-        """Release everything, at the second time nothing."""
+        """Release everything, and at the second call nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -481,7 +477,7 @@ class SubprocessContext(PContext):
         duplicate_stdout_filters: list[str] | None = None,
         duplicate_stderr_filters: list[str] | None = None,
     ) -> None:
-        """Prepare; the arguments are those of `start_processes`."""
+        """Prepare; the arguments are as for `start_processes`."""
         self._numa_options = numa_options
         filters = duplicate_stdout_filters, duplicate_stderr_filters
         super().__init__(name, entrypoint, args, envs, logs_specs, log_line_prefixes, *filters)
@@ -507,7 +503,7 @@ class MultiprocessContext(PContext):
         duplicate_stdout_filters: list[str] | None = None,
         duplicate_stderr_filters: list[str] | None = None,
     ) -> None:
-        """Prepare; the arguments are those of `start_processes`."""
+        """Prepare; the arguments are as for `start_processes`."""
         self._numa_options = numa_options
         filters = duplicate_stdout_filters, duplicate_stderr_filters
         super().__init__(name, entrypoint, args, envs, logs_specs, log_line_prefixes, *filters)
@@ -613,7 +609,7 @@ class ProcessContext:
     def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
         """Wait until at least one more process has exited; return whether all have.
 
-        Arguments and errors are those of `elastic_aio.multiprocessing.ProcessContext.join`; a
+        Arguments and errors are as for `elastic_aio.multiprocessing.ProcessContext.join`; a
         negative timeout does not wait.
         """
         if self._context is None:
@@ -643,7 +639,6 @@ class SpawnContext(ProcessContext):
     """The former name of `ProcessContext`; warns."""
 
     def __init__(self, thread: GroupThread | None, daemon: bool = False) -> None:
-        """Warn of the name."""
         warnings.warn("SpawnContext is renamed to ProcessContext since 1.4 release.", stacklevel=2)
         super().__init__(thread, daemon)
 

@@ -61,7 +61,7 @@ class Std(IntFlag):
 
 
 def to_map(val_or_map: Std | Mapping[int, Std], local_world_size: int) -> dict[int, Std]:
-    """Return the streams of each local rank; a mapping leaves the others at `Std.NONE`."""
+    """Return the streams of each local rank, `Std.NONE` for ranks that a mapping lacks."""
     if isinstance(val_or_map, Std):
         return dict.fromkeys(range(local_world_size), val_or_map)
     return {rank: val_or_map.get(rank, Std.NONE) for rank in range(local_world_size)}
@@ -105,11 +105,9 @@ class LogsSpecs(ABC):
 
     @abstractmethod
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Return the paths of one attempt, and make their directories.
+        """Return the paths of an attempt, and make their directories.
 
-        Args:
-            envs: variables of the processes by local rank; each gets
-                `TORCHELASTIC_ERROR_FILE`.
+        `envs` are variables of the processes by local rank; each gets `TORCHELASTIC_ERROR_FILE`.
         """
 
     @property
@@ -131,7 +129,7 @@ class DefaultLogsSpecs(LogsSpecs):
         tee: Std | dict[int, Std] = Std.NONE,
         local_ranks_filter: set[int] | None = None,
     ) -> None:
-        """Make the base directory; the arguments are those of `LogsSpecs`.
+        """Make the base directory; the arguments are as for `LogsSpecs`.
 
         Raises:
             NotADirectoryError: it is a file.
@@ -167,10 +165,10 @@ class DefaultLogsSpecs(LogsSpecs):
         return self._root_log_dir
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Return the paths of one attempt, whose number is `TORCHELASTIC_RESTART_COUNT`.
+        """Return the paths of an attempt, whose number is `TORCHELASTIC_RESTART_COUNT`.
 
-        The logs of an attempt with the same number are kept: the new directory then gets a
-        further number.
+        The logs of an attempt with the same number are kept: the new directory then gets a further
+        number.
         """
         if not envs:
             logger.warning("Empty envs map provided when defining logging destinations.")
@@ -235,7 +233,7 @@ class DefaultLogsSpecs(LogsSpecs):
         )
 
     def tidy(self) -> None:
-        """Remove what is empty of a temporary base directory."""
+        """Remove the empty parts of a temporary base directory."""
         if self._is_temporary and self._root_log_dir is not None:
             for directory, _, _ in os.walk(self._root_log_dir, topdown=False):
                 try:
@@ -283,7 +281,6 @@ class ReifiedLayout(LogLayout):
         return {name: path for name, path in kept.items() if not path.startswith(os.devnull)}
 
     def plan(self, worker: LogLayoutContext) -> LogDestinations:
-        """Return the streams of one worker."""
         rank = worker.local_rank
         return destinations_of(self._dest, rank, self._prefixes.get(rank))
 

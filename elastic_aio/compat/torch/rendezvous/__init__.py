@@ -1,11 +1,11 @@
 """torch.distributed.elastic.rendezvous: how the nodes of a job meet, and handlers by backend.
 
 "c10d", "static" and "etcd" (or "etcd-v2") are this library's own.  Under our `LocalElasticAgent`
-such a handler is only a description: the agent takes its `nodes` and `rendezvous`.  Anywhere else,
-under torch's own agent for example, `next_rendezvous` makes this process a member of an
-`elastic_aio` rendezvous.  A handler of torch, of a plug-in or of the program runs under our agent
-(see `bridge` for both).  Plug-ins of torchrun (entry points `torchrun.handlers`) are loaded when a
-job names them.
+such a handler is only a description: the agent takes its `nodes` and `rendezvous`.  Elsewhere, such
+as under torch's own agent, `next_rendezvous` makes this process a member of an `elastic_aio`
+rendezvous.  A handler of torch, of a plug-in or of the program runs under our agent (see `bridge`
+for both).  Plug-ins of torchrun (entry points `torchrun.handlers`) are loaded when a job names
+them.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
 
 
 class StaticTCPRendezvous(DynamicRendezvousHandler):
-    """The same with ranks that are given, at the store of rank 0."""
+    """The same with given ranks, at the store of rank 0."""
 
 
 def create_c10d_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:

@@ -95,8 +95,8 @@ class RendezvousStoreInfo:
     ) -> RendezvousStoreInfo:
         """Publish address and port on rank 0, and return them on all nodes.
 
-        By default these are the fully qualified name of the host and a free port.  The nodes of
-        the round share `store`, one of torch's.
+        By default these are the fully qualified name of the host and a free port.  The nodes of the
+        round share `store`, a torch `Store`.
         """
         if rank == 0:
             port = server_port or free_port()
@@ -229,7 +229,6 @@ class RendezvousHandlerRegistry:
     """The handlers by the name of their backend."""
 
     def __init__(self) -> None:
-        """Begin without any handler."""
         self._registry: dict[str, RendezvousHandlerCreator] = {}
 
     def register(self, backend: str, creator: RendezvousHandlerCreator) -> None:

@@ -1,23 +1,23 @@
 """The two sides of a rendezvous under the agent of the other side; torch's handlers block.
 
-`HandlerRendezvous`: a handler of torch, of a plug-in or of the program under our agent.  One
-daemon thread calls its methods, one after the other.  What they do not offer is done as torch's
-agent does it, with the same keys in the handler's store:
+`HandlerRendezvous`: a handler of torch, of a plug-in or of the program under our agent.  A daemon
+thread calls its methods, one after the other.  What they do not offer is done as by torch's agent,
+with the same keys in the handler's store:
 
-* The ranks of the workers: every node writes its role and size, the node of rank 0 writes
-  the first ranks of each node.
+* The ranks of the workers: every node writes its role and size, the node of rank 0 writes the first
+  ranks of each node.
 * Restarts are counted by each node for itself.
 * A membership change cannot be waited for, so `num_nodes_waiting` is called every
-  `monitor_interval` seconds while workers run.  That is the handler's interface, and the one
-  poll of this library.
+  `monitor_interval` seconds while workers run.  The handler's interface requires this poll, the
+  only one of this library.
 * After its success a node waits at a barrier in the store, at most `exit_barrier_timeout`.
 
 `Participation`: a rendezvous of ours under torch's agent.  An event loop in a thread drives it.
-Its instructions only say what the agent has to do next: `is_round_over` says that the workers
-must be stopped, which the agent sees when it looks for waiting nodes, and `next_round` then
-returns the next round.  torch's agent does not say why it asks for another round.  If this node
-was not asked for that, a worker of its own must have failed: the other nodes then stop theirs at
-once.  torch's agents count the restarts, so the rendezvous allows any number of them.
+Its instructions only say what the agent has to do next.  `is_round_over` says that the workers must
+be stopped, which the agent sees when it looks for waiting nodes; `next_round` then returns the next
+round.  torch's agent does not say why it asks for another round.  If this node was not asked for
+that, a worker of its own must have failed: the other nodes then stop theirs at once.  torch's
+agents count the restarts, so the rendezvous allows any number of them.
 """
 
 from __future__ import annotations
@@ -103,7 +103,6 @@ class HandlerThread:
     """
 
     def __init__(self) -> None:
-        """Start the thread."""
         self._loop = asyncio.get_running_loop()
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="rendezvous handler", daemon=True)
@@ -151,11 +150,7 @@ class HandlerThread:
 
 
 class HandlerRendezvous(Rendezvous):
-    """One node's part in the rendezvous of a blocking handler.
-
-    Attributes:
-        error: what the handler raised.
-    """
+    """A node's part in the rendezvous of a blocking handler; `error` is what the handler raised."""
 
     def __init__(
         self,
@@ -369,7 +364,7 @@ def _is_graceful_exit(error: BaseException) -> bool:
 
 
 class Participation:
-    """One node's part in a rendezvous; must be closed."""
+    """A node's part in a rendezvous; must be closed."""
 
     def __init__(
         self, run_id: str, nodes: NodeRange, rendezvous: RendezvousSpec, *, serves: bool
@@ -466,7 +461,7 @@ class Participation:
         self._reserved = self._claimed = self._serving = None
 
     def _info(self, placement: Placement) -> RendezvousInfo:
-        """Connect to the store of a round; that of the agents and of its workers are one."""
+        """Connect to the store of a round, which is the agents' and its workers'."""
         from torch.distributed import PrefixStore, TCPStore
 
         address, port = placement.master_addr, placement.master_port
