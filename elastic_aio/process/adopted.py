@@ -61,11 +61,7 @@ class _Subreaper:
         """The children that this package has started, until their exit is known."""
 
     def acquire(self) -> None:
-        """Become a child subreaper; `release` must follow.
-
-        Raises:
-            OSError: the kernel or a sandbox does not allow it.
-        """
+        """Become a child subreaper until `release`, or raise an OSError if that is not allowed."""
         if not self._users:
             self._was_subreaper = _is_subreaper()
             _set_subreaper(True)
@@ -100,11 +96,7 @@ class _Subreaper:
             return True  # no descriptor is left to look
 
     def adopted(self) -> Iterator[proc.ProcEntry]:
-        """Yield the adopted children, zombies included.
-
-        Raises:
-            OSError: no descriptor is left.
-        """
+        """Yield the adopted children, zombies included; raise an OSError without descriptors."""
         session = os.getsid(0)
         pids = set(proc.list_children(os.getpid())) - self.own
         for pid in () if self._spawning else pids:

@@ -57,7 +57,7 @@ class Payload(Struct, frozen=True):
 
 
 class CallResult(Struct, frozen=True):
-    """How a worker's call ended; `kind` is defined in `worker.bootstrap`.
+    """How a worker's call ended: its `kind` (see `worker.bootstrap`), value and `error`.
 
     `error` is set when the call raised.  `problem` says why there is no value.
     """

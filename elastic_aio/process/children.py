@@ -74,10 +74,7 @@ class ChildSpec(Struct, frozen=True):
 
 
 class ChildExit(Struct, frozen=True):
-    """How a child ended, and when: `at` is in seconds of `time.monotonic`.
-
-    uvloop's time would not do: it is in whole milliseconds.
-    """
+    """How a child ended, and when: `at` is `time.monotonic`, since uvloop's is in milliseconds."""
 
     status: ExitStatus
     at: float
@@ -108,8 +105,6 @@ class Child(Protocol):
 
 
 class Spawner(Protocol):
-    """Starts children."""
-
     async def __call__(self, spec: ChildSpec, /) -> Child:
         """Start one child and return when it runs.
 
@@ -134,11 +129,7 @@ _PERMANENT = {
 
 
 def check_program(spec: ChildSpec) -> None:
-    """Check that a program can be executed, if a wrapper is executed first.
-
-    Raises:
-        SpawnError: as by a spawn without the wrapper.
-    """
+    """Raise the SpawnError of a program that cannot be executed, if a wrapper is executed first."""
     path = program_path(spec)
     if not os.path.exists(path):
         raise spawn_error(FileNotFoundError(errno.ENOENT, "missing"), spec)
@@ -155,11 +146,7 @@ def check_program(spec: ChildSpec) -> None:
 
 
 def program_path(spec: ChildSpec) -> str:
-    """Return the path of a program, which need not exist.
-
-    Raises:
-        SpawnError: no directory in the PATH of the child has a file of its name.
-    """
+    """Return a program's path, which need not exist; raise a SpawnError if PATH lacks the name."""
     program = spec.argv[0]
     if os.path.sep in program:
         return os.path.join(spec.cwd or "", program)
@@ -181,11 +168,7 @@ def _which(spec: ChildSpec, mode: int) -> str | None:
 
 
 def check_directory(spec: ChildSpec) -> None:
-    """Check that a forked child can enter its working directory.
-
-    Raises:
-        SpawnError: as by a spawn.
-    """
+    """Raise the SpawnError of a spawn if a forked child cannot enter its working directory."""
     if spec.cwd is not None and not (os.path.isdir(spec.cwd) and os.access(spec.cwd, os.X_OK)):
         raise spawn_error(OSError(errno.ENOENT, "no such directory"), spec)
 
@@ -521,11 +504,7 @@ def _peek(descriptor: int) -> tuple[ExitStatus, ResourceUsage | None] | None:
 
 
 async def spawn_with_popen(spec: ChildSpec) -> Child:
-    """Start a child that is watched by pidfd and reaped here.
-
-    Raises:
-        SpawnError: the child could not be started.
-    """
+    """Start a child that is watched by pidfd and reaped here, or raise a SpawnError."""
     try:
         with _bound_to(spec.cpus):
             if _blocks_signals():

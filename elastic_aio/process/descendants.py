@@ -78,7 +78,6 @@ def list_size(workers: int) -> int:
 
 
 def write_session(descriptor: int, row: int, session: WorkerSession) -> None:
-    """Write one line of a session list."""
     closed = b"-" if session.closed is None else b"%x" % session.closed
     body = b"%x %x %s" % (session.number, session.opened, closed)
     body = body.ljust(_BODY)
@@ -142,10 +141,7 @@ class SessionList:
 
 
 def read_session_list(descriptor: int) -> dict[int, WorkerSession]:
-    """Return the sessions by number; torn lines are left out.
-
-    `STARTING` is among them only while children are being started.
-    """
+    """Return the sessions by number, without torn lines; `STARTING` while children are started."""
     content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
     sessions = {}
     for start in range(0, len(content), _LINE):

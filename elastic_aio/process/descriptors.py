@@ -144,7 +144,6 @@ class StandardStreams:
         while not self._opened or self._opened[-1] <= 2:
             self._opened.append(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
         self.null = self._opened[-1]
-        """Descriptor of `/dev/null`."""
 
     def __repr__(self) -> str:
         return f"<StandardStreams, /dev/null is {self.null}>"

@@ -31,11 +31,7 @@ from elastic_aio.worker import forked
 
 
 async def spawn_by_fork(spec: ChildSpec) -> Child:
-    """Fork a child that runs the `call` of `spec` once it is released.
-
-    Raises:
-        SpawnError: the child could not be started.
-    """
+    """Fork a child that runs the `call` of `spec` once it is released, or raise a SpawnError."""
     check_directory(spec)
     forked.flush_streams()  # or the child would write it again
     with ExitStack() as opened:

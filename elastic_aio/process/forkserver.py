@@ -107,11 +107,7 @@ class ForkServer:
         return self._channel is not None and not self._channel.ready.done()
 
     async def start(self) -> None:
-        """Start the server; it goes on importing after that.
-
-        Raises:
-            SpawnError: the server could not be started.
-        """
+        """Start the server, which then goes on importing, or raise a SpawnError."""
         own_end, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         settings = -1
         try:
@@ -168,8 +164,6 @@ class ForkServer:
 
 
 class _Channel:
-    """The connection to one server process."""
-
     def __init__(self, server: Child, sock: socket.socket) -> None:
         self._server = server
         self._socket = sock

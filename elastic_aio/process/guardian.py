@@ -217,7 +217,6 @@ class _Process:
     """A spawned guardian in an event loop; `wait_ready` must follow, or `close`."""
 
     def __init__(self, spawned: GuardianProcess) -> None:
-        """Watch for the report and the exit."""
         self._spawned = spawned
         process = spawned.process
         try:

@@ -40,11 +40,7 @@ class KeptPipes:
     """
 
     def __init__(self) -> None:
-        """Open the socket.
-
-        Raises:
-            OSError: no descriptor is left.
-        """
+        """Open the socket, or raise an OSError."""
         self._sender, self._receiver = _socket.socketpair(
             _socket.AF_UNIX, _socket.SOCK_SEQPACKET | _socket.SOCK_CLOEXEC
         )
@@ -116,11 +112,7 @@ class GuardedJob(Struct, frozen=True):
             raise HostError(f"cannot create an anonymous file: {error_reason(error)}") from error
 
     def lock(self) -> None:
-        """Lock the session list.
-
-        Raises:
-            OSError: a guardian has locked it.
-        """
+        """Lock the session list, or raise an OSError if a guardian has locked it."""
         fcntl.lockf(self.session_list, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def release(self) -> None:
@@ -137,11 +129,7 @@ class GuardianProcess:
     """A guardian that has been spawned; `close` must follow."""
 
     def __init__(self, job: GuardedJob, plan: StopPlan, python: str | None) -> None:
-        """Spawn it; see `Guardian` for the arguments.
-
-        Raises:
-            HostError: there is no interpreter for it, or it cannot be spawned.
-        """
+        """Spawn it; for arguments and errors, see `Guardian` and its `start`."""
         self.job = job
         self.python = _interpreter(python)
         first = plan.steps[0] if plan.steps else StopStep(signal.SIGKILL, 0)
@@ -227,5 +215,4 @@ def spawned_early(plan: StopPlan, python: str | None) -> Iterator[None]:
 
 
 def take_early() -> GuardianProcess | None:
-    """Return the guardian that was spawned early, for the first caller."""
     return _early.pop() if _early else None

@@ -88,11 +88,7 @@ def hides_environment(pid: int) -> bool:
 
 
 def own_pid() -> int:
-    """Return the pid under which /proc shows this process.
-
-    Raises:
-        OSError: there is no /proc.
-    """
+    """Return the pid under which /proc shows this process, or raise an OSError without a /proc."""
     return int(os.readlink("/proc/self"))
 
 
@@ -156,11 +152,7 @@ class ProcEntry:
 
 
 def parse_stat(content: bytes) -> ProcEntry:
-    """Read `/proc/<pid>/stat`.
-
-    Raises:
-        ValueError: the content has another format.
-    """
+    """Read `/proc/<pid>/stat`, or raise a ValueError if it has another format."""
     pid = int(content[: content.index(b" ")])
     fields = _fields(content)
     if len(fields) < 20:
@@ -273,7 +265,6 @@ def wait_channel(pid: int) -> str:
 
 
 def ignored_signals(pid: int) -> int:
-    """Return the mask of the signals that a process ignores."""
     return int(read_status(pid, b"SigIgn").get(b"SigIgn", b"0"), 16)
 
 

@@ -42,10 +42,7 @@ def usage_of(rusage: struct_rusage) -> ResourceUsage:
 
 
 def peek_usage(descriptor: int) -> ResourceUsage | None:
-    """Return what the ended child of a pidfd has used; None if it is reaped, or runs.
-
-    Reaps nothing.
-    """
+    """Return the usage of an ended child by its pidfd, unreaped; None if it runs or is reaped."""
     fields = _call_waitid()(descriptor)
     if not fields or fields[0] < 0:  # with WNOHANG a child that runs leaves all as it was
         return None

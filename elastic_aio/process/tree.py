@@ -131,7 +131,6 @@ class ProcessTree:
 
     @property
     def marker(self) -> str:
-        """Name of a variable in the environment of every worker."""
         return self._marker.decode("ascii")
 
     @contextmanager
@@ -656,8 +655,6 @@ class _ScanPace:
 
 
 class _Yielder:
-    """Yields to other tasks while a long list is worked through."""
-
     def __init__(self) -> None:
         self._end = time.perf_counter() + _SLICE_S
 
