@@ -368,11 +368,7 @@ class ConsoleStreams:
         return f"<ConsoleStreams {self.out!r}, {self.err!r}>"
 
     def sink(self, name: str) -> Sink:
-        """Return the sink of `stdout` or `stderr`.
-
-        Raises:
-            OSError: no descriptor is left.
-        """
+        """Return the sink of `stdout` or `stderr`, or raise an OSError without descriptors."""
         target = self.out if name == "stdout" else self.err
         key = target if isinstance(target, int) else id(target)
         if key not in self._sinks:

@@ -105,11 +105,7 @@ class RunDirectory:
         return cls(path, is_temporary=True, has_logs=has_logs)
 
     def lock(self) -> None:
-        """Mark this directory as a running job's.
-
-        Raises:
-            OSError: the lock file cannot be made.
-        """
+        """Mark this directory as a running job's, or raise an OSError."""
         path, flags = f"{self.path}/{_LOCK}", os.O_CREAT | os.O_EXCL | _LOCK_FLAGS
         self._lock = os.open(f"{path}.new", flags, 0o644)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
@@ -199,11 +195,7 @@ class RunDirectory:
                     relay.close()
 
     def _open_relay(self, plan: StreamPlan) -> Relay:
-        """Return the relay of a stream; make its file now if the user has asked for it.
-
-        Raises:
-            OSError: the file cannot be made, or no descriptor is left.
-        """
+        """Return the relay of a stream, or raise an OSError; a file of the user's is made now."""
         assert plan.path is not None, "a relayed stream has a file"
         if plan.is_captured:
             return Relay(partial(self._make_captured, plan.path))
@@ -327,7 +319,7 @@ class RunDirectory:
 def _open_lock(directory: str) -> Iterator[int]:
     """Open the lock file of a run's directory, both this user's; a context that closes it.
 
-    Nothing else is opened: another user's named pipe would block.  OSError: there is none.
+    Opens nothing else, since another user's named pipe would block.  OSError: there is none.
     """
     path = f"{directory}/{_LOCK}"
     for one, is_kind in ((directory, stat.S_ISDIR), (path, stat.S_ISREG)):
@@ -363,10 +355,7 @@ def _open_new(path: str, access: int) -> int:
 
 
 def _make_unique(prefix: str, parent: str | None = None) -> str:
-    """Do the same as `tempfile.mkdtemp`, whose import takes as long as ten of our modules.
-
-    OSError: the directory cannot be made.
-    """
+    """Do the same as `tempfile.mkdtemp`, whose import takes as long as ten of our modules."""
     if "tempfile" not in sys.modules:  # else the program may have set `tempfile.tempdir`
         variables = map(os.environ.get, ("TMPDIR", "TEMP", "TMP"))
         beside = parent or next(filter(None, variables), "/tmp")

@@ -64,8 +64,6 @@ class LongLine(Struct, frozen=True):
 
 
 class Frame(Struct, frozen=True):
-    """The present text of an unfinished line."""
-
     text: bytes
 
 
@@ -79,7 +77,6 @@ class LineSplitter:
     """
 
     def __init__(self, offset: int = 0) -> None:
-        """Begin at an offset of the file."""
         self._offset = offset  # of the next byte to feed
         self._held: bytes | None = b""  # the current frame; None: too long, in the file
         self._frame_start = offset  # offset at which the current frame begins
@@ -169,7 +166,6 @@ class RawSplitter:
     """Splits the bytes of one file, in order; a `LineSplitter` for text that stays as it is."""
 
     def __init__(self, offset: int = 0) -> None:
-        """Begin at an offset of the file."""
         self.offset = offset
         self.held = b""
         """The bytes before the offset that were not returned yet."""
@@ -179,7 +175,6 @@ class RawSplitter:
 
     @property
     def needed(self) -> int:
-        """Offset of the first byte that later pieces may refer to."""
         return self.offset - len(self.held)
 
     def feed(self, data: bytes) -> list[Piece]:

@@ -113,7 +113,6 @@ class LogFile:
         return False
 
     def restart(self) -> None:
-        """Begin again at offset 0."""
         self._before, self._modified_at, self.look_again_at = b"", None, None
 
     def read_again(self, start: int, end: int) -> bytes:
@@ -139,11 +138,7 @@ class LogFile:
 
 
 def open_log(path: str) -> int:
-    """Open a file for reading; return its descriptor.  Does not wait for a named pipe's writer.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
+    """Return the descriptor of a file, or raise an OSError; wait for no writer of a named pipe."""
     return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 

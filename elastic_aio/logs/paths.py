@@ -107,11 +107,7 @@ class NodeRecord(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def decode(cls, content: bytes) -> NodeRecord:
-        """Read what `encode` has returned; unknown fields are left out.
-
-        Raises:
-            ValueError: it is no such record.
-        """
+        """Read what `encode` has returned, or raise a ValueError; unknown fields are left out."""
         return msgspec.json.decode(content, type=cls)
 
 

@@ -88,7 +88,6 @@ class LogReader:
         return lines
 
     async def _wait_lines(self) -> bool:
-        """Wait until there is a line; return False at the end."""
         while not self._lines:
             if self._is_closed or not await self._fill():
                 await self.aclose()

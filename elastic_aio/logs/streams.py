@@ -17,10 +17,7 @@ _KEPT_MAX = 1000
 
 
 class LineTimes:
-    """Times by position, a bounded number; the bytes between two positions have the later time.
-
-    Pure: the caller has the clock.
-    """
+    """A bounded number of times by position; the bytes between two have the later time.  Pure."""
 
     def __init__(self) -> None:
         self._ends: list[int] = []
@@ -100,7 +97,6 @@ class LoggedStreams:
         return iter([*self._streams.values()])
 
     def get(self, path: str) -> LoggedStream | None:
-        """Return the stream in a file."""
         return self._streams.get(path)
 
     def add(self, stream: LoggedStream) -> None:

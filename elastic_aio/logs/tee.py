@@ -85,11 +85,7 @@ class Tee:
         return f"<Tee of {len(self._tailers)} files>"
 
     def follow(self, path: str, view: StreamView) -> int:
-        """Show a file while it grows; return a token for `finish`.
-
-        Raises:
-            OSError: the file cannot be opened.
-        """
+        """Show a file while it grows, or raise an OSError; return a token for `finish`."""
         token = next(self._tokens)
         self._show(token, LogTailer(LogFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC)), view))
         if self._watcher is None:

@@ -27,11 +27,7 @@ _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 
 def free_range(descriptor: int, start: int, end: int) -> None:
-    """Free the disk space of a range of a file, whose ends are multiples of 4096.
-
-    Raises:
-        OSError: the file system cannot do it.
-    """
+    """Free the disk space of a range between multiples of 4096, or raise an OSError."""
     if _libc.fallocate(descriptor, _PUNCH_HOLE_KEEP_SIZE, start, end - start):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
