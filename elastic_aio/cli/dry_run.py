@@ -73,10 +73,7 @@ def main_dry_run(request: RunRequest) -> int:
 def plan_lines(
     spec: LaunchSpec, nproc: int, cpus: list[frozenset[int]], inherited: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield the lines that describe the first attempt of a job on this node.
-
-    Each worker is bound to one of `cpus`; empty without a binding.
-    """
+    """Yield the plan of a job's first attempt on this node; `cpus` are each worker's, if bound."""
     (node,) = assign_node_ranks([NodeSize(spec.role, nproc)])
     workers = node.worker_ranks(nproc)
     environments = [_environment(spec, ranks, inherited) for ranks in workers]

@@ -92,11 +92,7 @@ def _parser() -> OptionParser:
 
 
 def _is_at_store(arguments: argparse.Namespace) -> bool:
-    """Whether the options name a store, which has the events of all nodes.
-
-    Raises:
-        UsageError: they name a job of this host too.
-    """
+    """Whether the options name a store; raise a UsageError if they also name a job of this host."""
     is_at_store = (
         arguments.rdzv_endpoint is not None
         or arguments.rdzv_id is not None
@@ -148,7 +144,6 @@ async def _follow(arguments: argparse.Namespace) -> None:
 
 
 def _print_events(arguments: argparse.Namespace) -> None:
-    """Print the events of a job on this host, from its control socket."""
     request = GetEvents(after=arguments.after, follow=arguments.follow)
     reply = None
     with ControlClient(choose_job(arguments.job).path) as client:

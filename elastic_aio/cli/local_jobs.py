@@ -179,7 +179,6 @@ def _names(job: RunningJob) -> set[str]:
 
 
 def describe_job(job: RunningJob) -> str:
-    """Return run id and pid of a job."""
     if job.status is None:
         return f"pid {job.pid} (does not answer)"
     return f"{one_line(job.status.run_id, 40)} (pid {job.pid})"

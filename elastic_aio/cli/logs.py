@@ -113,7 +113,6 @@ def _add(
     attempt: int,
     lines: int | None = None,
 ) -> None:
-    """Add the files of a worker, from their last lines on, or whole."""
     paths = {worker.stdout_path: "stdout"}
     if worker.stderr_path in paths:
         paths[worker.stderr_path] = "output"
@@ -188,7 +187,6 @@ class LinePrinter:
         sys.stdout.buffer.flush()
 
     def finish(self) -> None:
-        """End a last line without an end."""
         if self._unfinished is not None:
             sys.stdout.buffer.write(b"\n")
             sys.stdout.buffer.flush()

@@ -69,7 +69,6 @@ class EventPrinter:
         self._writer.put(lines)
 
     def warn(self, text: str) -> None:
-        """Print a warning about the command line."""
         if self._level <= Level.WARNING:
             self.print(text, _YELLOW)
 
@@ -100,7 +99,6 @@ class EventPrinter:
             self.print(_OMP_NOTICE, _YELLOW)
 
     def print_success(self, result: LaunchResult) -> None:
-        """Print how a job has succeeded."""
         if result.cause is EndCause.RUN_HAD_ENDED:
             self.print(f"{one_line(result.reason)}{_how_to_run(result)}")
         elif self._status.nproc and self._level <= Level.WARNING:

@@ -27,8 +27,7 @@ def node_fields(values: Values, env: Mapping[str, str]) -> tuple[dict[str, Any],
     """Return the fields of the spec for its nodes, and lines to print at the start.
 
     Raises:
-        UsageError: one line that names the option, the problem and the value.
-        SpecError: likewise, with the name of the field.
+        UsageError, SpecError: one line that names the option or the field.
     """
     warnings: list[str] = []
     nodes = _nodes(values, warnings)
@@ -102,11 +101,7 @@ def _nodes(values: Values, warnings: list[str]) -> NodeRange:
 
 
 def check_backend(name: str) -> None:
-    """Check the name of a backend.
-
-    Raises:
-        UsageError: there is no such backend.
-    """
+    """Raise a UsageError if there is no backend of this name."""
     # Imported only for an explicit backend: searching for plug-ins takes a while.
     from elastic_aio.rendezvous.backends import is_known_backend, known_backends
 

@@ -23,8 +23,7 @@ def restart_fields(values: Values) -> dict[str, Any]:
     """Return the fields of the spec that say which failures are followed by a restart.
 
     Raises:
-        UsageError: one line that names the option, the problem and the value.
-        SpecError: likewise, with the name of the field.
+        UsageError, SpecError: one line that names the option or the field.
     """
     text, unit = values["max_restarts"] or "0", "'unlimited' or a whole number"
     is_unlimited = text == "unlimited"

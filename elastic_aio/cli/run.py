@@ -102,7 +102,6 @@ async def _run(
     make_handler: HandlerFactory | None,
     notifier: ServiceNotifier | None,
 ) -> int:
-    """Run a job, print its events and its failure report; return the exit code."""
     stderr = open_sink("stderr", 2)
     printer = EventPrinter(stderr, level, color=request.color)
     printer.warns_of_threads = not {**os.environ, **request.spec.env}.get("OMP_NUM_THREADS")

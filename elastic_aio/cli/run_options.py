@@ -111,7 +111,6 @@ _RDZV_CONF: Final = make_option(
 
 
 def options_of(owner: type[SpecValue]) -> list[Option]:
-    """Return the options that set fields of a spec and its parts."""
     return [each.option for _, each in all_fields(owner) if isinstance(each.option, Option)]
 
 

@@ -47,7 +47,6 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def job_row(job: RunningJob, now: float) -> tuple[str, ...]:
-    """Return the cells of a job for `JOB_COLUMNS`."""
     status = job.status
     if status is None:
         return ("?", str(job.pid), "?", "does not answer", "?", "?", "?", "?", "?")

@@ -83,7 +83,6 @@ def main_top(argv: Sequence[str]) -> int:
 
 
 def _watch(source: _Jobs | _Workers, arguments: argparse.Namespace) -> int:
-    """Draw views until the end of what is shown."""
     with _screen(is_plain=arguments.plain) as draw:
         view = source.view()
         if arguments.once and isinstance(source, _Workers):
@@ -217,7 +216,7 @@ _STYLES: Final = {
 
 
 def rich_view(view: View) -> Any:
-    """Return a view as something that rich renders."""
+    """Return a view as an object that rich renders."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

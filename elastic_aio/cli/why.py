@@ -149,7 +149,6 @@ def main_why(argv: Sequence[str]) -> int:
 
 
 def _present(name: str | None) -> list[Event]:
-    """Return the events of a running job so far."""
     history: list[Event] = []
     with ControlClient(choose_job(name).path) as client:
         for reply in client.replies(GetEvents()):
