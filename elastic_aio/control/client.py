@@ -43,11 +43,7 @@ class RunningJob(Struct, frozen=True):
 
 class ControlClient:
     def __init__(self, path: str, timeout: float = 2.0) -> None:
-        """Connect within `timeout` seconds.
-
-        Raises:
-            OSError: there is no agent, or it is another user's.
-        """
+        """Connect within `timeout` seconds; raise an OSError without an agent of this user."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._received = bytearray()
         try:

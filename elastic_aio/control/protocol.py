@@ -151,11 +151,7 @@ def encode(message: ControlRequest | Reply | JobStatus) -> bytes:
 
 
 def decode_request(line: bytes) -> ControlRequest:
-    """Read a request.
-
-    Raises:
-        ControlError: it is none, or of another version.
-    """
+    """Read a request; raise a ControlError if it is none, or of another version."""
     try:
         if (version := msgspec.json.decode(line, type=_RequestHead).version) != VERSION:
             problem = f"must be {VERSION} (got {version}): the client is of another release"
@@ -166,11 +162,7 @@ def decode_request(line: bytes) -> ControlRequest:
 
 
 def decode_reply(line: bytes) -> Reply:
-    """Read a reply.
-
-    Raises:
-        ControlError: it is none.
-    """
+    """Read a reply; raise a ControlError if it is none."""
     try:
         return _replies.decode(line)
     except _DECODE_ERRORS as error:
