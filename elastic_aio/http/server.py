@@ -121,7 +121,6 @@ class ListenedJob:
         self._events: EventHistory[Event] = EventHistory(_EVENTS_KEPT, _missed)
 
     def add(self, event: Event) -> None:
-        """Take in the next event."""
         self._tracker(event)
         self._events.append(event)
         if isinstance(event, JobFinished):
