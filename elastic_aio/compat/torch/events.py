@@ -58,8 +58,6 @@ class NodeState(StrEnum):
 
 
 class _Record:
-    """A dataclass as JSON."""
-
     _enum: ClassVar[tuple[str, type[StrEnum]]]
 
     def __str__(self) -> str:
@@ -134,11 +132,7 @@ def register_handler(destination: str, handler: logging.Handler) -> None:
 
 
 def get_logging_handler(destination: str = "null") -> logging.Handler:
-    """Return the handler of a destination.
-
-    Raises:
-        KeyError: there is none.
-    """
+    """Return the handler of a destination, or raise a KeyError."""
     return _log_handlers[destination]
 
 
@@ -156,11 +150,7 @@ def _get_or_create_logger(destination: str = "null") -> logging.Logger:
 
 
 def record(event: Event, destination: str = "null") -> None:
-    """Send an event to the handler of a destination, as a line of JSON.
-
-    Raises:
-        KeyError: there is no such destination.
-    """
+    """Send an event to the handler of a destination, as a line of JSON, or raise a KeyError."""
     _get_or_create_logger(destination).info("%s", event.serialize())
 
 

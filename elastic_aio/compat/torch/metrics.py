@@ -176,7 +176,7 @@ def publish_metric(metric_group: str, metric_name: str, metric_value: int) -> No
 def metric_listener(group: str = "torchelastic") -> Callable[[Event], None]:
     """Return a listener that sends the metrics of a job to the handler of a group.
 
-    And to the handler of torch's own module, if the program has imported it.
+    Also to torch's own handler, if the program has imported torch's module.
     """
     translate = TorchMetrics()
 

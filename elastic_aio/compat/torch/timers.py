@@ -237,8 +237,6 @@ class MultiprocessingRequestQueue(RequestQueue):
 
 
 class _ProcessTimerServer(TimerServer):
-    """The timers of processes, by process id and scope."""
-
     def __init__(
         self, request_queue: RequestQueue, max_interval: float, daemon: bool = True
     ) -> None:

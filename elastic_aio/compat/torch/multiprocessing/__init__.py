@@ -477,7 +477,6 @@ class SubprocessContext(PContext):
         duplicate_stdout_filters: list[str] | None = None,
         duplicate_stderr_filters: list[str] | None = None,
     ) -> None:
-        """Prepare; the arguments are as for `start_processes`."""
         self._numa_options = numa_options
         filters = duplicate_stdout_filters, duplicate_stderr_filters
         super().__init__(name, entrypoint, args, envs, logs_specs, log_line_prefixes, *filters)
@@ -503,7 +502,6 @@ class MultiprocessContext(PContext):
         duplicate_stdout_filters: list[str] | None = None,
         duplicate_stderr_filters: list[str] | None = None,
     ) -> None:
-        """Prepare; the arguments are as for `start_processes`."""
         self._numa_options = numa_options
         filters = duplicate_stdout_filters, duplicate_stderr_filters
         super().__init__(name, entrypoint, args, envs, logs_specs, log_line_prefixes, *filters)

@@ -47,11 +47,7 @@ class Std(IntFlag):
 
     @classmethod
     def from_str(cls, vm: str) -> Std | dict[int, Std]:
-        """Read `0` to `3`, or `RANK:MASK,RANK:MASK` for ranks of any size.
-
-        Raises:
-            ValueError: the text has neither form.
-        """
+        """Read `0` to `3` or `RANK:MASK,RANK:MASK`; raise a ValueError for another form."""
         if re.match(_VALUE, vm):
             return Std(int(vm))
         if not re.match(_MAPPING, vm):
@@ -324,7 +320,6 @@ def redirect(std: str, to_file: str) -> Iterator[None]:
 
 
 def _flush(stream: TextIO) -> None:
-    """Write what Python and the C library have buffered."""
     ctypes.CDLL(None).fflush(None)
     stream.flush()
 

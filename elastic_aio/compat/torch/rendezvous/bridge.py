@@ -165,14 +165,9 @@ class HandlerRendezvous(Rendezvous):
     ) -> None:
         """Prepare; nothing is called before `open`.
 
-        Args:
-            handler: torch `RendezvousHandler`.
-            spec: the job.
-            node: this node.
-            agent: takes instructions.
-            master: address and port of the workers' store in place of the handler's.
-            interval: seconds between two looks for waiting nodes, at least 0.1.
-            decide_timeout: seconds in which `restart.decide` has to return.
+        `handler` is a torch `RendezvousHandler`, `master` the address and port of the workers'
+        store in place of the handler's, `interval` the seconds (at least 0.1) between two looks for
+        waiting nodes, and `decide_timeout` the seconds in which `restart.decide` has to return.
         """
         self.error: BaseException | None = None
         self._handler = handler
@@ -265,7 +260,6 @@ class HandlerRendezvous(Rendezvous):
                     return report
 
     async def _decide(self, stopped: RoundStopped) -> tuple[JobOutcome | None, RestartCause | None]:
-        """Return the end of the job, or why and when another attempt follows."""
         failures = stopped.failures
         if stopped.is_permanent or not failures:
             why = stopped.permanent_reason
@@ -513,7 +507,6 @@ class Participation:
     # --------------------------------------------- called by the rendezvous
 
     def on_instruction(self, instruction: Instruction) -> None:
-        """Take an instruction."""
         with self._changed:
             match instruction:
                 case StartRound(placement):
