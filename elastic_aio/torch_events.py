@@ -60,12 +60,10 @@ class _Job:
 
     @property
     def world_size(self) -> int:
-        """Workers on all nodes."""
         return self.status.job.world_size or self.status.nproc
 
     @property
     def remaining(self) -> int:
-        """Restarts that are left."""
         return self.status.status(0.0).restarts_left
 
     def read(self, event: events.Event) -> None:

@@ -23,12 +23,9 @@ class TorchLogLayout(LogLayout):
     """
 
     def __init__(self, specs: Any, variables: Mapping[str, str] = {}, **settings: Any) -> None:
-        """Use a `LogsSpecs`.
+        """Use a `LogsSpecs`, with the settings of a `LogSpec`.
 
-        Args:
-            specs: the object.
-            variables: of all workers, beside the variables of each worker.
-            settings: as for a `LogSpec`.
+        It gets `variables` beside the variables of each worker.
         """
         super().__init__(**settings)
         # A spec is frozen; this is not part of its value.
@@ -87,12 +84,9 @@ class _Planner:
 
 
 def destinations_of(dest: Any, rank: int, prefix: str | None = None) -> LogDestinations:
-    """Return where a torch `LogsDest` puts the streams of a worker.
+    """Return where a torch `LogsDest`, the result of `reify`, puts the streams of a worker.
 
-    Args:
-        dest: what `reify` returned.
-        rank: the local rank of the worker.
-        prefix: of its shown lines; None takes the prefix of the `LogSpec`.
+    `rank` is the local rank of the worker; `prefix` None takes the prefix of the `LogSpec`.
     """
     paths = {"stdout": dest.stdouts.get(rank, ""), "stderr": dest.stderrs.get(rank, "")}
     tee = {"stdout": dest.tee_stdouts.get(rank), "stderr": dest.tee_stderrs.get(rank)}
