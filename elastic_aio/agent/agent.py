@@ -51,11 +51,11 @@ if TYPE_CHECKING:
 class Agent:
     """Runs one job on this host: an async context manager.
 
-    Entering starts the job, `events` iterates over what happens, `wait` returns the
-    result; leaving the block early stops everything by the stop plan.  So does the end of
-    the event loop, or of an agent that was entered by hand and is not referred to any
-    more, with a ResourceWarning.  Works on any event loop and any thread, and never
-    touches signal handlers.
+    Entering starts the job, `events` iterates over its events, `wait` returns the result.  Leaving
+    the block early stops the job by the stop plan.  So does, with a ResourceWarning, the end of the
+    event loop, or the loss of the last reference to an agent that was entered by hand.  Works on
+    any event loop and any thread, and never touches signal handlers.  Before the start, all other
+    methods raise RuntimeError.
 
     ::
 
@@ -82,13 +82,12 @@ class Agent:
         """Prepare a job; nothing is started before the block is entered.
 
         Args:
-            spec: the job.
-            console: where output is shown, see `ConsoleTarget`; None is this process's own
-                stdout and stderr.
+            console: where output is shown, see `ConsoleTarget`; None is this process's own stdout
+                and stderr.
             listeners: called with every event as it happens; they must not block.
-            adopt_orphans: make this process the parent of processes of the job that lose
-                theirs (PR_SET_CHILD_SUBREAPER), while the job runs.  Daemons that hide their
-                environment, such as `ssh-agent`, are then found and stopped too.
+            adopt_orphans: make this process the parent of processes of the job that lose theirs
+                (PR_SET_CHILD_SUBREAPER), while the job runs.  Daemons that hide their environment,
+                such as `ssh-agent`, are then found and stopped too.
             control: let other processes of this user see and control the job, by a Unix socket:
                 `aio-elastic ps`, `status`, `stop` and others.  If that is not possible, the job
                 runs without (`ControlUnavailable`).
@@ -138,7 +137,7 @@ class Agent:
             driver.is_left = True
             self._event_log.close()
             raise
-        # A weak one: an agent that is dropped ends its job.
+        # Weak: an agent that is dropped ends its job.
         self._event_log.offer_agent(weakref.ref(self))
         if self._has_control:
             self._open_control(driver)
@@ -182,10 +181,8 @@ class Agent:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop the job if it still runs, and wait until nothing of it is left.
-
-        In a fork of the process that entered the block this does nothing.
-        """
+        """Stop the job if it still runs, and wait until nothing of it is left."""
+        # In a fork of the process that entered the block, the job is the parent's.
         if self._driver is not None and self._driver.is_copy:
             return
         is_cancelled = isinstance(error, asyncio.CancelledError)
@@ -203,15 +200,11 @@ class Agent:
     def events(self, after: int = -1) -> EventReader[Event]:
         """Return an async iterator over the events of the job, from its start.
 
-        Any number of readers may iterate, each at its own pace; the iteration ends
-        after `JobFinished`.  A reader that comes too late for some events gets one
-        `EventsMissed` in their place.
+        Any number of readers may iterate, each at its own pace, until `JobFinished`.  A reader that
+        comes too late for some events gets one `EventsMissed` in their place.
 
         Args:
             after: a cursor: the `seq` of the last event that was already seen.
-
-        Raises:
-            RuntimeError: the job has not been started, so the iteration might never end.
         """
         start = checked_integer("after", after, at_least=-1)
         _ = self._started_driver
@@ -227,10 +220,10 @@ class Agent:
     ) -> LogReader:
         """Return an async iterator over the lines that the workers of this host write.
 
-        Only streams in files can be read: redirected, tee'd or captured ones.  The lines of a
-        stream come in order; those of different streams as they are found.  A reader never
-        delays a worker.  May be called after the job too; files that were removed by then,
-        such as what was captured of a success, are left out.
+        Only streams in files can be read: redirected, tee'd or captured streams.  The lines of a
+        stream come in order, lines of different streams as they are found.  A reader never delays a
+        worker.  A reader after the end of the job leaves out files that were removed, such as the
+        captured streams of a success.
 
         Args:
             ranks: global ranks; None is all.
@@ -239,9 +232,8 @@ class Agent:
             since: Unix seconds; lines that were seen earlier are left out.
 
         Raises:
-            SpecError: none of these streams is in a file, or a rank is of no worker of this host,
-                as far as that is known: later rounds of several nodes may have others.
-            RuntimeError: the job has not been started.
+            SpecError: none of these streams is in a file, or no worker of this host has a rank, as
+                far as that is known: later rounds of several nodes may have others.
         """
         names = frozenset(checked_items("streams", streams))
         if not names or not names <= {"stdout", "stderr"}:
@@ -252,14 +244,10 @@ class Agent:
         return self._started_driver.output.read_logs(chosen, names, follow=follow, since=since)
 
     def make_log_files(self) -> None:
-        """Make the files of captured streams now, and those of later workers at their start.
+        """Make the files of captured streams now, and of later workers' streams at their start.
 
-        Otherwise the first byte makes the file of a captured stream.  For programs that open
-        the paths of `WorkerStarted` by themselves and wait for more; `logs` does not need it.
-        Idempotent.
-
-        Raises:
-            RuntimeError: the job has not been started.
+        Otherwise the first byte makes the file of a captured stream.  For programs that open the
+        paths of `WorkerStarted` and wait for more; `logs` does not need it.  Idempotent.
         """
         self._started_driver.output.capture.make_files()
 
@@ -273,7 +261,7 @@ class Agent:
             RendezvousFailed: the nodes of the job did not come together.
             JobStopped: a signal or `stop` ended the job.
             HostError: this node lacks something that the rendezvous needs.
-            Exception: what `restart.decide` raised.
+            Exception: raised by `restart.decide`.
         """
         driver = self._started_driver
         if not driver.done.done():
@@ -297,13 +285,13 @@ class Agent:
         """End the job by its stop plan; `wait` then raises `JobStopped`.
 
         Args:
-            signal: number or name; replaces the first signal of the plan.  SIGKILL ends
-                the job at once.
+            signal: number or name; replaces the first signal of the plan.  SIGKILL ends the job at
+                once.
             reason: for the events and the result.
 
         Returns:
-            An awaitable that is done when nothing of the job is left; the request
-            is made whether or not it is awaited.
+            An awaitable that is done when nothing of the job is left; the request is made whether
+            or not it is awaited.
 
         Raises:
             SpecError: there is no such signal.
@@ -315,16 +303,12 @@ class Agent:
     async def restart(self, reason: str = "a restart was requested") -> bool:
         """Replace the present attempt by another one, on all nodes of the job.
 
-        The workers are stopped by the stop plan and started again.  It costs no restart of
-        `max_restarts`.  A pending back-off ends; an attempt that is ending already is not
-        ended again.
-
-        Args:
-            reason: for the events.
+        The workers are stopped by the stop plan and started again, which costs no restart of
+        `max_restarts`.  A pending back-off ends; an attempt that is ending is not ended again.
 
         Returns:
-            True once all workers of this node run in a later attempt; False if the job has
-            ended first.
+            True once all workers of this node run in a later attempt; False if the job has ended
+            first.
 
         Cancellation: the request stays.
         """
@@ -339,14 +323,11 @@ class Agent:
         return False
 
     def status(self, *, usage: bool = True) -> JobStatus:
-        """Return what the job is doing on this node; also after its end.
+        """Return the status of the job on this node; also after its end.
 
         Args:
-            usage: read what each running worker has used so far, by itself and by children that
-                it has reaped.  That takes some 20 µs for each worker; it is None otherwise.
-
-        Raises:
-            RuntimeError: the job has not been started.
+            usage: read what each running worker has used so far, by itself and by children that it
+                has reaped, in some 20 µs for each; None otherwise.
         """
         driver = self._started_driver
         status = self._event_log.tracker.status(time.time())
@@ -402,13 +383,10 @@ class Agent:
         """Read what all workers of this node are doing, for two seconds at most.
 
         Python stacks come from workers that have offered them (functions, scripts of the fork
-        server, users of `elastic_aio.worker`), or from `py-spy`; of others there is what the
-        kernel shows.  The text also goes to `stacks.txt` in the directory of the attempt.
+        server, users of `elastic_aio.worker`), or from `py-spy`; other workers have the kernel's
+        view only.  The text also goes to `stacks.txt` in the directory of the attempt.
 
         Cancellation: the workers notice nothing.
-
-        Args:
-            reason: for the text and the event.
         """
         return await self._started_driver.dump(checked_text("reason", reason))
 
@@ -430,13 +408,7 @@ def make_agent(
     overrides: PerRankOverrides | None = None,
     rendezvous: RendezvousFactory | None = None,
 ) -> Agent:
-    """Return an agent with a part of another kind than an `Agent` makes for the spec.
-
-    Args:
-        spawner: starts the programs.
-        overrides: what differs by worker.
-        rendezvous: makes the node's part in the rendezvous of several nodes.
-    """
+    """Return an agent with another spawner or rendezvous, or with `overrides` of its workers."""
     agent = Agent(spec, console=console, listeners=listeners)
     agent._spawner = spawner
     agent._overrides = overrides
@@ -445,11 +417,7 @@ def make_agent(
 
 
 def driver_of(agent: Agent) -> Driver:
-    """Return the driver of an agent.
-
-    Raises:
-        RuntimeError: the job has not been started, or runs in the process that forked this one.
-    """
+    """Return the driver of an agent that this process has started, or raise RuntimeError."""
     return agent._started_driver
 
 

@@ -1,13 +1,13 @@
 """Performs the effects of a job's state machine on this host, and feeds the results back.
 
-No task holds the job's life in its frame: an input is handed to the state machine at
-once, and an effect that takes time is a task whose result is the next input.  So it
-does not matter which task an event loop that shuts down cancels first: a cancelled
-effect asks the state machine to stop the job, and a cancelled stop is started again.
+No task holds the life of the job in its frame: an input is handed to the state machine at once, and
+an effect that takes time is a task whose result is the next input.  So the order in which an event
+loop that shuts down cancels the tasks does not matter: a cancelled effect asks the state machine to
+stop the job, and a cancelled stop is started again.
 
-The embedding program may fork while a job runs.  The fork has a copy of everything here,
-and its event loop cancels the copied tasks when it is closed (`sys.exit` in a coroutine).
-But the job is the parent's, so a copy does nothing: it takes no input and closes nothing.
+The embedding program may fork while a job runs.  The fork has a copy of everything here, and its
+event loop cancels the copied tasks when it is closed (`sys.exit` in a coroutine).  But the job is
+the parent's; so a copy takes no input and closes nothing.
 """
 
 from __future__ import annotations
@@ -86,12 +86,11 @@ if TYPE_CHECKING:
 
 _SHUTDOWN = "the event loop is shutting down"
 
-_ATTEMPTS_MAX = 100
-"""Attempts of a result: a job may restart for months."""
+_ATTEMPTS_MAX = 100  # of a result: a job may restart for months
 
 
 class Group(Protocol):
-    """The workers of one attempt, as a driver needs them; `WorkerGroup` has the meaning."""
+    """The workers of one attempt, as a driver needs them (see `WorkerGroup`)."""
 
     attempt: int
     records: dict[int, WorkerRecord]
@@ -133,18 +132,12 @@ class Group(Protocol):
 class Driver:
     """One job on this host: `done` when it is over and nothing of it is left.
 
-    Attributes:
-        done: done when the job is over.
-        outcome: how it ended.
-        result: what `Agent.wait` returns.
-        error: what `Agent.wait` raises in place of a result.
-        group: the workers of the present attempt.
-        is_left: whether the agent's block has been left; an agent that was entered by hand
-            may outlive its event loop.
+    `Agent.wait` returns `result`, or raises `error`; `outcome` is how the job ended.  `group` has
+    the workers of the present attempt.  `is_left`: the agent's block has been left; an agent that
+    was entered by hand may outlive its event loop.
     """
 
     def __init__(self, runtime: LocalRuntime, machine: AgentMachine, event_log: EventLog) -> None:
-        """Prepare; nothing is started before `open`."""
         self._fork = ForkGuard()
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.outcome: JobOutcome | None = None
@@ -170,16 +163,10 @@ class Driver:
 
     @property
     def output(self) -> JobOutput:
-        """Where the workers write, and what of it can be read."""
         return self._runtime.output
 
     async def open(self) -> None:
-        """Open the runtime and start the job.
-
-        Raises:
-            SpecError: a setting does not fit this host.
-            HostError: this host lacks something.
-        """
+        """Open the runtime and start the job, or raise SpecError or HostError."""
         await self._runtime.open()
         spec = self._runtime.spec
         self._event_log.append(
@@ -203,10 +190,7 @@ class Driver:
         self.receive(Start())
 
     async def _keep(self) -> None:
-        """Keep an event loop that shuts down, and so cancels all tasks, until the job is over.
-
-        No caller may be waiting for that.
-        """
+        """Keep an event loop that shuts down until the job is over: no caller may wait for that."""
         try:
             await asyncio.wait([self.done])
         except asyncio.CancelledError:
@@ -220,11 +204,10 @@ class Driver:
 
     @property
     def is_copy(self) -> bool:
-        """Whether this is a copy in a fork of the process that runs the job."""
+        """Whether this process is a fork of the process that runs the job."""
         return self._fork.is_copy
 
     def abandon(self) -> None:
-        """Stop the job, since its agent was garbage-collected."""
         loop = self.done.get_loop()
         if self.is_left or self.is_copy or self.done.done() or loop.is_closed():
             return
@@ -248,7 +231,6 @@ class Driver:
         self.receive(StopReceived(reason, signal, plan))
 
     def request_restart(self, reason: str) -> None:
-        """Replace the present attempt by another one."""
         self.receive(RestartReceived(reason))
 
     def kill(self, reason: str = "", stop: StopReceived | None = None) -> None:
@@ -284,11 +266,8 @@ class Driver:
     async def suspend_while(self, wait: Callable[[], None]) -> None:
         """Suspend all processes and deadlines of the job while `wait` blocks this process.
 
-        Cancellation: the processes continue.
-
-        Raises:
-            OSError: no descriptor is left to find the processes; those found continue.
-            Exception: raised by `wait`; the processes continue.
+        Cancellation: the processes continue, as after an exception of `wait`, or an OSError for
+        lack of descriptors to find them.
         """
         tree, began = self._runtime.tree, time.monotonic()
         try:
@@ -344,7 +323,7 @@ class Driver:
             return False
         if status.signal is not None or status.shell_code == 128 + SIGTERM:
             return status.shell_code == 128 + SIGTERM
-        # It may have handled the signal.  Then the others did not miss it.
+        # It may have handled the signal; but then the others have got it too.
         others = [one.pid for one in self._current_group.records.values() if one.exit is None]
         return bool(others) and not any(map(has_missed_sigterm, others))
 
@@ -358,7 +337,6 @@ class Driver:
         self.receive(WorkerHung(self._current_group.attempt, local_rank, why))
 
     async def dump(self, reason: str) -> StackDump:
-        """Read the stacks of all workers of the present attempt (see `Liveness.dump`)."""
         return await self._runtime.liveness.dump(reason)
 
     def _perform(self, effect: Effect) -> None:
@@ -386,7 +364,6 @@ class Driver:
                 self._run(effect, self._finish(effect))
 
     def _run(self, effect: Effect, work: Coroutine[Any, Any, Input | None]) -> asyncio.Task[Any]:
-        """Perform an effect in a task; its result is the next input."""
         task = create_task(work, name=f"{type(effect).__name__} of run {self._runtime.run_id}")
         self._tasks.add(task)
 
@@ -412,7 +389,6 @@ class Driver:
             self._waiting = None
 
     def _abandon(self, task: asyncio.Task[Any]) -> None:
-        """Cancel the task of an effect whose result is not needed any more."""
         if task in self._tasks:
             self._abandoned.add(task)
             task.cancel()
@@ -426,7 +402,7 @@ class Driver:
             self._run(effect, self._finish(effect))
 
     def _on_defect(self, effect: Effect, error: BaseException) -> None:
-        """End the job after a defect of ours; no process may be left even so."""
+        """End the job after a defect of ours; no process may be left."""
         if isinstance(effect, Finish):
             self.error = self.error or error
             self._settle()
@@ -557,12 +533,11 @@ class Driver:
 async def call_decide(decide: Decide, failure: Failure) -> RestartAction | BaseException:
     """Return the decision of the user's `restart.decide`, or what it raised.
 
-    A coroutine function runs on the event loop.  Any other callback runs in a thread: it may
-    block, and the loop has heartbeats to send and perhaps the store of all nodes to serve.
-
-    Cancellation: raised only if the caller's task was cancelled; a CancelledError of
-    the callback's own is returned.  A thread goes on, but the program does not wait for it.
+    Cancellation: raised only if the caller's task was cancelled; a CancelledError that the callback
+    raises is returned.  A thread goes on, but the program does not wait for it.
     """
+    # A coroutine function runs on the event loop.  Any other callback runs in a thread: it may
+    # block, and the loop has heartbeats to send and perhaps the store of all nodes to serve.
     decision: RestartAction | Awaitable[RestartAction] | None
     try:
         if inspect.iscoroutinefunction(decide):
@@ -590,10 +565,7 @@ async def call_decide(decide: Decide, failure: Failure) -> RestartAction | BaseE
 def _result_of(
     call: Callable[[], RestartAction | Awaitable[RestartAction]],
 ) -> tuple[RestartAction | Awaitable[RestartAction] | None, BaseException | None]:
-    """Return what `call` returns, and what it raises.
-
-    A future cannot carry every exception: GeneratorExit closes the coroutines that await it.
-    """
+    # A future cannot carry every exception: GeneratorExit closes the coroutines that await it.
     try:
         return call(), None
     except BaseException as error:  # noqa: BLE001  # handed to the caller

@@ -1,7 +1,7 @@
-"""What the workers of a job run, commands or functions, and how they are spawned.
+"""The commands or functions that the workers of a job run, and how they are spawned.
 
-Modules that only functions and the fork server need are imported on first use: the
-start of commands does not pay for them.
+Modules that only functions and the fork server need are imported on first use, so that the start of
+commands does not pay for them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ if TYPE_CHECKING:
 class PerRankOverrides(Struct, frozen=True):
     """How the workers of a bare group differ from each other, by local rank.
 
-    Such workers get no torch variables (`RANK` and the like), and KeyboardInterrupt is a
-    success of them, as in torch.  With `with_index` a
-    function is called with its local rank before the arguments.  With `waits_for_stop` a
-    failure does not end the group: its owner stops it.
+    Such workers get no torch variables (`RANK` and the like), and KeyboardInterrupt is a success of
+    them, as in torch.  With `with_index` a function gets its local rank before the arguments.  With
+    `waits_for_stop` a failure does not end the group: its owner stops it.
     """
 
     args: tuple[tuple[Any, ...], ...]
@@ -47,12 +46,11 @@ class ChildCommand(Struct, frozen=True):
 
 
 class Entrypoint:
-    """What one job's workers run; must be closed."""
+    """The entry point of one job's workers; must be closed."""
 
     def __init__(
         self, spec: LaunchSpec, spawner: Spawner, overrides: PerRankOverrides | None = None
     ) -> None:
-        """Prepare; `spawner` starts commands, `overrides` are the differences between workers."""
         self._spec = spec
         self.command_spawner = spawner
         self.overrides = overrides
@@ -73,7 +71,7 @@ class Entrypoint:
 
     @property
     def is_importing(self) -> bool:
-        """Whether a worker that is being started waits for the imports of the fork server."""
+        """Whether a worker that is being spawned waits for the imports of the fork server."""
         return self._server is not None and self._server.is_importing
 
     @property
@@ -86,7 +84,6 @@ class Entrypoint:
 
     @property
     def spawner(self) -> Spawner:
-        """The way to start a worker."""
         if self._server is not None:
             return self._server
         if not self.is_function or self._spec.start_method != "fork":
@@ -99,8 +96,8 @@ class Entrypoint:
         """Pickle the function and its arguments, before anything starts.
 
         Raises:
-            SpecError: the function or an argument cannot be pickled, or there is no module to
-                be preloaded.
+            SpecError: the function or an argument cannot be pickled, or the module to be preloaded
+                is missing.
             HostError: no descriptor is left.
         """
         check_preload(self._spec)
@@ -126,10 +123,9 @@ class Entrypoint:
         streams: tuple[int, int, int],
         on_started: Callable[[Child], None],
     ) -> None:
-        """Start the fork server, if the job uses one; `on_started` is called with each.
+        """Start the fork server, if the job uses one, or raise SpawnError.
 
-        Raises:
-            SpawnError: it could not be started.
+        `on_started` is called with each server when it runs.
         """
         entrypoint = self._spec.entrypoint
         if self._spec.start_method != "forkserver" or isinstance(entrypoint, Command):
@@ -151,11 +147,7 @@ class Entrypoint:
         await self._server.start()
 
     def command(self, local_rank: int) -> ChildCommand:
-        """Return what a worker of the current attempt runs; opens the file for a function's result.
-
-        Raises:
-            HostError: no descriptor is left.
-        """
+        """Return what a worker runs, with a file for a function's result, or raise HostError."""
         args = self._spec.args if self.overrides is None else self.overrides.args[local_rank]
         entrypoint = self._spec.entrypoint
         if not isinstance(entrypoint, Function):
@@ -193,10 +185,7 @@ class Entrypoint:
         )
 
     async def results(self) -> dict[int, CallResult]:
-        """Return, by local rank, how the functions of the current attempt ended.
-
-        Idempotent.  Empty for commands.
-        """
+        """Return, by local rank, how functions of the current attempt ended; empty for commands."""
         if not self._results:
             return {}
         from elastic_aio.process.calls import read_call_result
@@ -204,10 +193,6 @@ class Entrypoint:
         return {rank: await read_call_result(result) for rank, result in self._results.items()}
 
     async def forget_results(self) -> None:
-        """Drop the results of the current attempt.
-
-        Idempotent; safe to call again after cancellation.
-        """
         results, self._results = [*self._results.values()], {}
         if results:
             from elastic_aio.process.calls import close_results
@@ -215,11 +200,9 @@ class Entrypoint:
             await close_results(results)
 
     def on_group_started(self) -> None:
-        """Close the calls if no further attempt can follow.
-
-        The descriptors among the arguments are then the workers' alone, so that the other
-        end of a connection sees its end of file.
-        """
+        """Close the calls if no further attempt can follow."""
+        # The descriptors among the arguments are then the workers' alone, so that the other end of
+        # a connection sees its end of file.
         if not self._spec.max_restarts and self._spec.nnodes.maximum == 1:
             self._forget_calls()
 
@@ -229,10 +212,7 @@ class Entrypoint:
             payload.close()
 
     async def aclose(self) -> None:
-        """Stop the fork server and close all files.
-
-        Idempotent; safe to call again after cancellation.
-        """
+        """Stop the fork server and close all files.  Idempotent."""
         if self._server is not None:
             await self._server.aclose()
         await self.forget_results()

@@ -17,19 +17,15 @@ EventListener = Callable[[Event], None]
 
 
 class EventLog:
-    """An append-only log of the events of one run on this host.
-
-    Attributes:
-        tracker: has taken in all events.
-    """
+    """An append-only log of the events of one run on this host; `tracker` has taken in all."""
 
     def __init__(
         self, run_id: str, node: str, *, keep: int, listeners: Sequence[EventListener] = ()
     ) -> None:
         """Begin an empty log of which late readers can still see the last `keep` events.
 
-        `listeners` are called with every event at once; they must not block, and what they raise
-        goes to the loop's exception handler.
+        `listeners` are called with every event at once; they must not block.  Their exceptions go
+        to the loop's exception handler.
         """
         self.tracker = StatusTracker()
         self._run_id = run_id
@@ -44,7 +40,7 @@ class EventLog:
 
     @property
     def count(self) -> int:
-        """How many events there were, which is the `seq` of the next one."""
+        """How many events there were, which is the `seq` of the next event."""
         return self._history.count
 
     def append(self, event: Event) -> None:
@@ -67,10 +63,10 @@ class EventLog:
                 asyncio.get_running_loop().call_exception_handler(context)
 
     def append_later(self, make: Callable[[], Event]) -> None:
-        """Append an event of this time that takes time to make: what follows it comes first.
+        """Append an event of the present time, which `make` returns a little later.
 
-        It is made before the next event is appended, or in the next iteration of the loop.
-        What `make` appends by itself precedes it.
+        `make` is called before the next event is appended, or in the next iteration of the loop.
+        An event that `make` itself appends comes first.
         """
         if not self._later:
             asyncio.get_running_loop().call_soon(self._make_all)

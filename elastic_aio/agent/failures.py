@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from elastic_aio.watch.deadlines import WorkerReport  # most jobs have no reports
 
 _TAIL_BYTES = 64 * 1024
-# Bytes in which the beginnings of long lines are looked for.
+# Bytes of a file in which the beginnings of long lines are looked for.
 _LONG_BYTES = 4 << 20
-# Lines of a failure, which events and messages to other nodes hold, and their characters.
+# Lines of a failure in events and messages to other nodes, and their characters.
 _TAIL_LINES = 20
 _LINES_MAX = 16 * 1024
 # Workers of an attempt whose last lines are kept in full.
@@ -55,7 +55,7 @@ Ts = TypeVarTuple("Ts")
 
 
 class WorkerRecord(Struct):
-    """One worker of an attempt; what follows `started_at` is set later."""
+    """One worker of an attempt; the fields after `started_at` are set later."""
 
     ranks: WorkerRanks
     pid: int
@@ -76,7 +76,6 @@ class WorkerRecord(Struct):
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not exited."""
         return self.exit is None
 
     @property
@@ -86,7 +85,6 @@ class WorkerRecord(Struct):
 
     @property
     def status(self) -> ExitStatus:
-        """How it exited; unknown while it runs."""
         return ExitStatus() if self.exit is None else self.exit.status
 
     @property
@@ -107,7 +105,7 @@ class WorkerRecord(Struct):
         return min(self.exited_at, stopped_at) if self.is_victim else self.exited_at
 
     def result(self, status: ExitStatus, call: CallResult | None) -> WorkerResult:
-        """Return the public result; `status` is that of its failure, else its own."""
+        """Return the public result; `status` is how it failed, or its own."""
         return WorkerResult(
             rank=self.ranks.rank,
             local_rank=self.ranks.local_rank,
@@ -131,25 +129,20 @@ async def collect_failures(
     oom_before: OomCounts,
     store_refusals: Sequence[str] = (),
 ) -> tuple[Failure, ...]:
-    """Return the failures among workers, the root cause first.
+    """Return the failures among workers that have exited, the root cause first.
 
-    A worker that recorded an error before the stop began is a culprit even if the
-    stop was faster than its own exit.  Its status is then that of its error: the signal of
-    the stop says nothing about why it failed.  A worker whose function's value did not arrive
-    has failed, whatever its exit code.  A file that cannot be read is left out; an error that
-    is no reason for the end (see `_is_reason`) is a note.
+    A worker that recorded an error before the stop began is a culprit even if the stop was faster
+    than its own exit.  It then has the status of its error: the signal of the stop says nothing
+    about why it failed.  A worker whose function's value did not arrive has failed, whatever its
+    exit code.  A file that cannot be read is left out; an error that is no reason for the end (see
+    `_is_reason`) is a note.
 
-    Args:
-        workers: the workers of an attempt; those still running are skipped.
-        results: how their functions ended, by local rank; empty for commands.
-        host: name of this host.
-        stopped_at: Unix seconds at which the stop of the group began.
-        oom_before: the kernel's counters when the attempt began.
-        store_refusals: the requests that the workers' store has refused.
+    `results` has, by local rank, how functions ended.  The stop of the group began at `stopped_at`,
+    in Unix seconds; `oom_before` was read when the attempt began.
     """
     failures = []
     culprits: dict[int, WorkerRecord] = {}  # by order
-    # Nothing else is explained by the counters.
+    # The counters explain nothing else.
     may_be_oom = any(worker.status.shell_code == _KILLED for worker in workers)
     oom_kills = oom_before.kills_until(OomCounts.read()) if may_be_oom else ""
     notes = tuple(f"the store of the workers dropped a client: it {why}" for why in store_refusals)
@@ -201,7 +194,6 @@ def _status_of(worker: WorkerRecord, *, has_error: bool) -> ExitStatus:
 
 
 def _last_lines(lines: Sequence[str]) -> tuple[str, ...]:
-    """Return the last lines, few enough for an event."""
     kept: list[str] = []
     room = _LINES_MAX
     for line in reversed(lines[-_TAIL_LINES:]):
@@ -235,18 +227,15 @@ def _explain(
 
 
 def reason_now(worker: WorkerRecord) -> str:
-    """Return why a worker failed that has just exited, as far as its files say so by now."""
+    """Return why a worker that has just exited has failed, as far as its files say so by now."""
     if worker.exit is None or worker.exit.status.is_success or worker.is_victim:
         return ""
     return _explain_now(worker)[0]
 
 
 def is_lost_peer_now(worker: WorkerRecord) -> bool:
-    """Return whether a worker that has just exited is known to have failed by the loss of a peer.
-
-    Its siblings wait for the answer: unless the end of what it has written has a sign of that,
-    nothing else is read.
-    """
+    """Return whether a worker that has just exited is known to have failed by a lost peer."""
+    # Its siblings wait for the answer: little is read unless the end of its output has a sign.
     status = worker.status
     if status.is_success or worker.is_victim:
         return False
@@ -260,7 +249,6 @@ def is_lost_peer_now(worker: WorkerRecord) -> bool:
 
 
 def _explain_now(worker: WorkerRecord) -> tuple[str, str]:
-    """Return why a worker has failed, and the name of a known cause.  Blocks."""
     error, written_at = _read_error(worker.logs.error_file)
     _, lines = _read_tail(worker.logs.stderr.path, worker.unkept)
     is_reason = error is not None and _is_reason(worker, error, worker.exited_at - written_at)
@@ -279,7 +267,7 @@ def _end_of_file(path: str | None, size: int) -> bytes:
 
 
 def _existing(path: str | None) -> str | None:
-    """Return a path, unless there is no such file: that of a captured stream may never be made."""
+    """Return a path, unless there is no such file: a captured stream may never get one."""
     return path if path is not None and os.path.exists(path) else None
 
 
@@ -293,7 +281,7 @@ def _size_of(path: str | None) -> int:
 def _read_tail(path: str | None, unkept: bytes) -> tuple[str, list[str]]:
     """Return the end of a stream, and its lines, progress bars reduced to their last state.
 
-    Of long lines those are the beginnings, which have the name of an exception.  `unkept` is the
+    Of a long line, the beginning is returned, which has the name of an exception.  `unkept` is the
     end of what the file has not taken.  Blocks.
     """
     text = _end_of_text(_end_of_file(path, _TAIL_BYTES), unkept)
@@ -309,10 +297,8 @@ def _read_own_tail(worker: WorkerRecord) -> tuple[str, list[str]]:
 
 
 def _own_lines(worker: WorkerRecord, lines: list[str]) -> list[str]:
-    """Return what a worker has written after an error that says nothing about its signal.  Blocks.
-
-    That is what another process, whose stderr is the same, has recorded in the error file.
-    """
+    """Return what a worker has written after an error that says nothing of its signal.  Blocks."""
+    # Another process with the same stderr has recorded that error in the error file.
     error, _ = _read_error(worker.logs.error_file)
     if worker.status.signal is None or error is None or error.pid in (None, worker.pid):
         return lines
@@ -330,7 +316,7 @@ def _shorten(line: bytes) -> bytes:
 async def _error_of(
     worker: WorkerRecord, of_call: WorkerError | None, stopped_at: float
 ) -> tuple[WorkerError | None, tuple[str, ...]]:
-    """Return the error that is the reason for a worker's end, and a note of one that is not."""
+    """Return the error that is the reason for a worker's end, and a note of another error."""
     path = worker.logs.error_file
     if not os.access(path, os.F_OK):
         return of_call, ()
@@ -346,10 +332,8 @@ async def _error_of(
 
 
 async def _run(worker: WorkerRecord, function: Callable[[*Ts], T], *args: *Ts) -> T:
-    """Call a function that reads the files of a worker: in a thread, unless they are small.
-
-    The content of those is in memory: it was read at the exit.
-    """
+    """Call a function that reads the files of a worker: in a thread, unless they are small."""
+    # The content of small files is in memory: it was read at the exit.
     if sum(map(_size_of, (worker.logs.stderr.path, worker.logs.error_file))) > _TAIL_BYTES:
         return await run_in_thread(function, *args, daemon=True)
     await asyncio.sleep(0)  # yield to other tasks: many workers may have failed
@@ -359,18 +343,18 @@ async def _run(worker: WorkerRecord, function: Callable[[*Ts], T], *args: *Ts) -
 def _is_reason(worker: WorkerRecord, error: WorkerError, age: float, own: str = "") -> bool:
     """Return whether an error in the file of a worker says why the worker ended.
 
-    Each process that a worker starts inherits the name of the file, and may fail although the
-    worker handles that.  The worker's own error counts; that of another process, the program of
-    a wrapper for example, only if the worker exited at that time and its stderr says nothing
-    else; and one of an unknown process (torch's), also if a signal ended the worker at that
-    time.  A process in another pid namespace does not know its number here: it counts as
-    another one.  Blocks.
+    Each process below the worker inherits the name of the file, and may fail although the worker
+    handles that.  So it depends on the process that has recorded the error:
 
-    Args:
-        worker: which has ended.
-        error: what its error file holds.
-        age: seconds from the writing of the file to the end.
-        own: what its function raised; else its stderr is read.
+    * The worker itself: the error counts.
+    * An unknown process (torch's): the error counts if the worker ended, exited or by a signal, at
+      that time.
+    * Another process, such as the program of a wrapper: the error counts if the worker exited at
+      that time and its stderr says nothing else.  A process in another pid namespace, which does
+      not know its number here, is another one too.
+
+    `age` is in seconds, from the writing of the file to the end.  `own` is what the function of the
+    worker raised; else its stderr is read, which blocks.
     """
     if error.pid == worker.pid:
         return True
@@ -386,7 +370,6 @@ def _is_reason(worker: WorkerRecord, error: WorkerError, age: float, own: str = 
 
 
 def _read_error(path: str) -> tuple[WorkerError | None, float]:
-    """Return what an error file holds, if it can be read, and when it was written.  Blocks."""
     try:
         status = os.stat(path)
         if status.st_size > ERROR_FILE_MAX:
@@ -399,7 +382,7 @@ def _read_error(path: str) -> tuple[WorkerError | None, float]:
 
 
 def _end_of_text(content: bytes, unkept: bytes) -> str:
-    """Return the end of what a file has and what it has not taken, from the begin of a line."""
+    """Return the end of what a file has and has not taken, from the beginning of a line."""
     whole = content + unkept
     text = whole[-_TAIL_BYTES:].decode("utf-8", "replace")
     if len(whole) > _TAIL_BYTES:
@@ -417,7 +400,6 @@ def _notes(
 
 
 def _early_successes(worker: WorkerRecord, workers: Iterable[WorkerRecord]) -> tuple[str, ...]:
-    """Return a note if others have exited with 0 before a worker failed."""
     until = worker.hung_at or worker.exited_at
     early = [one for one in workers if one.status.is_success and one.exited_at < until]
     if not early:
@@ -430,7 +412,6 @@ def _early_successes(worker: WorkerRecord, workers: Iterable[WorkerRecord]) -> t
 
 
 def _full_disks(logs: WorkerLogs) -> tuple[str, ...]:
-    """Return a note for each log file on a disk that has no space left."""
     return tuple(
         _full_disk_note(stream, stream.path)
         for stream in (logs.stdout, logs.stderr)
@@ -473,7 +454,6 @@ class OomCounts(Struct, frozen=True):
 
     @classmethod
     def read(cls) -> OomCounts:
-        """Read the counters."""
         return cls(_group_count(), _count("/proc/vmstat"))
 
     def kills_until(self, later: OomCounts) -> str:

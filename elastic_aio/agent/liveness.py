@@ -1,15 +1,15 @@
-"""The channel by which the workers of a job report, and the watchdog of those that are silent.
+"""The channel by which the workers of a job report, and the watchdog of silent workers.
 
-A worker inherits one end of a pair of datagram sockets, so that the other end tells which worker
-a message is from.  Its end does not block: a message is dropped, with an error of the write,
-when the launcher does not read (as bash shows).  Datagram sockets raise no SIGPIPE.
+A worker inherits one end of a pair of datagram sockets, so that the other end tells the sender of a
+message.  The worker's end does not block: if the launcher does not read, the message is dropped,
+and the write fails (as bash shows).  Datagram sockets raise no SIGPIPE.
 
-The socket with an address is for programs that know `NOTIFY_SOCKET` only.  The kernel tells the
-sender's pid there (SO_PASSCRED of unix(7)).
+The socket with an address is for programs that know `NOTIFY_SOCKET` only.  There the kernel tells
+the sender's pid (SO_PASSCRED of unix(7)).
 
-The watchdog is loaded by the first message, or by a limit or a timer of the job.  Without, no timer
-runs here: an idle job causes no wake-up.  A success begins one, for the workers that still run; so
-does the success of all workers of another node.
+The watchdog is loaded by the first message, or by a limit or a timer of the job.  Without it no
+timer runs here, and an idle job causes no wake-up.  A success starts a timer for the workers that
+still run; so does the success of all workers of another node.
 """
 
 from __future__ import annotations
@@ -38,14 +38,12 @@ if TYPE_CHECKING:
     from elastic_aio.stacks import StackDump
     from elastic_aio.watch.watchdog import Watchdog
 
-_DUMP_S = 2.0
-"""Seconds that the stacks may take."""
-_SHORT_STOP_S = 1.0
-"""Seconds below which a stop has no time for them."""
+_DUMP_S = 2.0  # seconds that the stacks may take
+_SHORT_STOP_S = 1.0  # a shorter stop has no time for them
 
 
 class Liveness:
-    """What the workers of one job on this host report; must be closed."""
+    """The reports of the workers of one job on this host; must be closed."""
 
     def __init__(
         self,
@@ -59,19 +57,13 @@ class Liveness:
     ) -> None:
         """Prepare; nothing is opened yet.
 
-        Args:
-            spec: the job.
-            clock: measures its limits; they stand still while the job is suspended.
-            publish: called with every event.
-            tree: returns all processes of the job.
-            directory: returns the log directory of an attempt; None for none.
-            unfinished_after: seconds after the first success, after which workers that run are
-                reported.
+        The limits of the job stand still while `clock` does.  `tree` returns all processes of the
+        job, `directory` the log directory of an attempt, if any.  Workers that run
+        `unfinished_after` seconds after the first success are reported.
         """
         self.on_agreed: Callable[[int, int], None] = lambda attempt, change: None
         """Called with the attempt, and the number of a change to which all its workers agree."""
-        self.peers_finished = 0
-        """How many workers of other nodes have finished, as far as is known."""
+        self.peers_finished = 0  # workers of other nodes that have finished, as far as is known
         self._spec = spec
         self._clock = clock
         self._publish = publish
@@ -106,11 +98,7 @@ class Liveness:
         return "" if pipe is None else pipe.path
 
     def open(self) -> None:
-        """Open what the workers write to, besides their own sockets.
-
-        Raises:
-            HostError: no descriptor is left, or the pipe of the timers cannot be made.
-        """
+        """Open the pipe and the address that workers write to, or raise HostError."""
         spec = self._spec
         if spec.liveness != LivenessSpec() or spec.uninterruptible_timeout is not None:
             self._loaded()
@@ -126,10 +114,9 @@ class Liveness:
                 self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def _loaded(self) -> Watchdog:
-        """Return the watchdog, loaded now if it was not before.
+        """Return the watchdog, loaded now if it was not before, or raise OSError.
 
-        Raises:
-            OSError: no descriptor is left to load it; one was kept for that.
+        No descriptor may be left to load it; one was kept for that.
         """
         if self._watchdog is None:
             self._free_reserve()
@@ -174,11 +161,9 @@ class Liveness:
     def watch(self, on_hung: Callable[[int, str], None], on_stuck: Callable[[int], None]) -> None:
         """Watch the workers of the attempt.
 
-        Args:
-            on_hung: called with the local rank of each worker that misses a deadline, and the
-                reason, once all have been examined.
-            on_stuck: called with the local rank of the first that is in an uninterruptible
-                system call for too long.
+        `on_hung` is called with the local rank of each worker that misses a deadline, and the
+        reason, once all have been examined; `on_stuck` with the local rank of the first worker that
+        is in an uninterruptible system call for too long.
         """
         self._on_hung, self._on_stuck = on_hung, on_stuck
         if self._watchdog is not None:
@@ -186,18 +171,13 @@ class Liveness:
 
     @contextmanager
     def open_worker(self, local_rank: int) -> Iterator[int]:
-        """Begin the deadlines of a worker that is being spawned; the value is what it inherits.
-
-        Raises:
-            SpawnError: no descriptor is left.
-        """
+        """Begin the deadlines of a worker, and open its sockets (see `NotifySockets`)."""
         with self._sockets.open_worker(local_rank) as descriptor:
             if self._watchdog is not None:
                 self._watchdog.add(local_rank)
             yield descriptor
 
     def on_started(self, record: WorkerRecord) -> None:
-        """Note that a worker has been started, which may have reported already."""
         if self._watchdog is not None:
             self._watchdog.on_started(record)
 
@@ -247,7 +227,6 @@ class Liveness:
         self._sockets.close_workers()
 
     async def aclose(self) -> None:
-        """Close everything.  Idempotent; safe to call again after cancellation."""
         self.end_deadlines()
         self._sockets.close()
         self._free_reserve()
@@ -268,15 +247,12 @@ class Liveness:
     # ----------------------------------------------------------------- dumps
 
     async def dump(self, reason: str) -> StackDump:
-        """Read the stacks of all workers of the present attempt (see `Watchdog.dump`)."""
         return await self._loaded().dump(reason)
 
     @asynccontextmanager
     async def stopping(self, plan: StopPlan) -> AsyncIterator[None]:
-        """Read the stacks of workers that are about to be killed, while they are being stopped.
-
-        SIGKILL is not delayed: the stacks are read in the last two seconds before it.
-        """
+        """Read the stacks of workers that are being stopped, shortly before they are killed."""
+        # SIGKILL is not delayed: the stacks are read in the last two seconds before it.
         reading = create_task(self._dump_before_kill(plan), name="stacks before SIGKILL")
         try:
             yield
@@ -295,25 +271,20 @@ class Liveness:
 
 # ----------------------------------------------------------------------- the sockets
 
-PERIOD_S = 1.0
-"""Seconds after which a socket is read again."""
-_MESSAGE_BYTES = 4097
-"""Bytes that are read of a message: by one more than it may have."""
-_BURST = 512
-"""Messages of one worker that are read at a time; the kernel keeps fewer."""
-_PERIOD_MAX = 1024
-"""Messages of all workers that are read at the end of a period."""
+PERIOD_S = 1.0  # until a socket is read again
+_MESSAGE_BYTES = 4097  # that are read of a message: one more than it may have
+_BURST = 512  # messages of one worker that are read at a time; the kernel keeps fewer
+_PERIOD_MAX = 1024  # messages of all workers that are read at the end of a period
 _ANCESTORS_MAX = 16
 _CREDENTIALS = struct.Struct("3i")  # struct ucred of unix(7)
 
 
 class NotifySockets:
-    """The sockets of one job on this host; must be closed.
+    """The sockets of one job on this host; must be closed."""
 
-    A socket that has been read is read again after a period, until it is empty twice: workers that
-    report every second would cause as many wake-ups, and any process of the job may write without
-    end.  The first message after such a pause is read at once.
-    """
+    # A socket that has been read is read again after a period, until it is empty twice: workers
+    # that report every second would cause as many wake-ups, and any process of the job may write
+    # without end.  The first message after such a pause is read at once.
 
     def __init__(
         self,
@@ -324,11 +295,10 @@ class NotifySockets:
     ) -> None:
         """Begin without sockets.
 
-        `on_message` is called with local rank and content of each message, `find_worker` returns
-        the local rank of the worker that leads a session, and `period` is in seconds.
+        `on_message` is called with local rank and content of each message.  `find_worker` returns
+        the local rank of the worker that leads a session.  `period` is in seconds.
         """
-        self.address = ""
-        """The address for `NOTIFY_SOCKET`; empty before `open_address`."""
+        self.address = ""  # for `NOTIFY_SOCKET`; empty before `open_address`
         self._on_message = on_message
         self._find_worker = find_worker
         self._period = period
@@ -344,15 +314,10 @@ class NotifySockets:
 
     @property
     def local_ranks(self) -> list[int]:
-        """The workers whose sockets are open."""
         return [*self._ends]
 
     def open_address(self) -> None:
-        """Open the socket with an address, an abstract one: nothing is left of it.
-
-        Raises:
-            OSError: no descriptor is left.
-        """
+        """Open an abstract socket, of which nothing is left, or raise OSError."""
         shared = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         try:
             shared.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -366,11 +331,7 @@ class NotifySockets:
 
     @contextmanager
     def open_worker(self, local_rank: int) -> Iterator[int]:
-        """Open the sockets of a worker that is being spawned; the value is what it inherits.
-
-        Raises:
-            SpawnError: no descriptor is left.
-        """
+        """Open the sockets of a worker, or raise SpawnError; the value is its end of them."""
         try:
             own, theirs = socket.socketpair(
                 socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
@@ -397,12 +358,10 @@ class NotifySockets:
             del self._ends[local_rank]
 
     def close_workers(self) -> None:
-        """Close the sockets of all workers.  Idempotent."""
         for local_rank in [*self._ends]:
             self.close_worker(local_rank)
 
     def close(self) -> None:
-        """Close all sockets.  Idempotent."""
         self.close_workers()
         if self._shared is not None:
             self._remove_reader(self._shared.fileno())
@@ -452,7 +411,7 @@ class NotifySockets:
             self._timer = loop.call_later(self._period, self._on_period)
 
     def _read(self, local_rank: int, descriptor: int, limit: int) -> int:
-        """Read at most `limit` messages of a worker; return how many there were."""
+        """Read at most `limit` messages of a worker; return their number."""
         for count in range(limit):
             try:
                 message = os.read(descriptor, _MESSAGE_BYTES)
@@ -474,7 +433,7 @@ class NotifySockets:
         return limit
 
     def _sender(self, ancillary: list[tuple[int, int, bytes]]) -> int | None:
-        """Return the local rank of the worker that a message comes from, or from below it."""
+        """Return the local rank of the worker that has sent a message or started its sender."""
         for level, kind, data in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
                 pid, user, _ = _CREDENTIALS.unpack_from(data)

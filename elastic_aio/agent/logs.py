@@ -1,16 +1,16 @@
-"""Where the workers of a job write on this host, and what the console shows.
+"""The output of the workers of a job on this host, and what of it the console shows.
 
-`Capture` keeps standard error that would go to a pipe or a file: it is passed on, and kept for a
-while.  The last lines that a worker has written say why it failed.  A terminal is left alone, since
-programs look for one.  Other streams are pipes to this process, which writes what comes to a
-file in the run's directory, made by the first byte, and passes it on, unchanged and at once:
+`Capture` passes on standard error that would go to a pipe or a file, and keeps it for a while,
+since the last lines of a worker say why it failed.  A terminal is left alone, since programs look
+for one.  A captured stream is a pipe to this process, which passes its bytes on unchanged and at
+once, and writes them to a file in the run's directory, made by the first byte:
 
-* A worker does not wait for the console: what that does not take stays in the file.
-* A full disk fails no worker: what the file does not take stays in memory (see `relay`).
+* A worker does not wait for the console: output that the console does not take stays in the file.
+* A full disk fails no worker: output that the file does not take stays in memory (see `relay`).
 * `echo text > /dev/stderr` opens a pipe anew, as before; it would truncate a file.
 
-A worker waits while this process is suspended, if it writes more than the pipe holds, which is
-a megabyte where the host allows it.
+While this process is suspended, a worker waits if it writes more than the pipe holds, which is a
+megabyte where the host allows it.
 
 If standard output and standard error of this process are one file (`2>&1`), both streams of a
 worker are one pipe, so that their order stays.  They are then one text for the report too.
@@ -66,12 +66,11 @@ if TYPE_CHECKING:
 # The most that a user may set by default (pipe-max-size in pipe(7)).
 _PIPE_SIZE = 1 << 20
 _ORDERED = (stat.S_ISFIFO, stat.S_ISREG, stat.S_ISSOCK)
-# Seconds without any progress after which a blocked console is given up, once the
-# workers are gone.  Their output is in the files.
+# Seconds without progress after which a blocked console is given up, once the workers are gone:
+# their output is in the files.
 _PATIENCE_S = 5.0
 
-_PLANS_KEPT = 100
-"""Attempts whose plans are kept: a job may restart for months."""
+_PLANS_KEPT = 100  # attempts whose plans are kept: a job may restart for months
 
 
 class JobOutput:
@@ -91,13 +90,10 @@ class JobOutput:
     ) -> None:
         """Prepare; nothing is opened before `open`.
 
-        Args:
-            nproc: number of workers on this host.
-            publish: called with every event.
-            console: where output is shown; None is this process's stdout and stderr.
-            on_pipes: called with the descriptors of all pipes of workers that are read here,
-                when all workers of an attempt have started, and when a pipe was closed early.
-            may_capture: whether streams may be captured, if the spec says so.
+        `console` None is this process's stdout and stderr.  `on_pipes` is called with the
+        descriptors of all pipes of workers that are read here, when all workers of an attempt have
+        started, and when a pipe was closed early.  `may_capture`: streams may be captured, if the
+        spec says so.
         """
         self.directory = RunDirectory(None)
         self._spec = spec
@@ -132,12 +128,7 @@ class JobOutput:
         return f"<JobOutput in {self.directory!r}, {self._tee}>"
 
     def open(self, streams: StandardStreams) -> None:
-        """Make the run's directory; `streams` are those of this process.
-
-        Raises:
-            SpecError: the log directory cannot be used.
-            HostError: no temporary directory can be created, and streams are redirected.
-        """
+        """Make the run's directory, or raise SpecError, HostError; `streams` are this process's."""
         self._streams = streams
         self.directory = RunDirectory.make(self._spec.logs, self._run_id, self._host)
         self.directory.note_node(self._node)
@@ -152,10 +143,7 @@ class JobOutput:
             self._feeder = LineFeeder(reader, self._console.callback, self._on_callback_lost)
 
     async def aclose(self) -> None:
-        """Show the rest, for as long as the console takes anything, and close the console.
-
-        Idempotent; safe to call again after cancellation.
-        """
+        """Show the rest while the console takes anything, and close the console.  Idempotent."""
         self.logged.close()
         if self._feeder is not None:
             await self._feeder.aclose()
@@ -172,7 +160,7 @@ class JobOutput:
             self._console.close()
 
     async def remove_captured(self, results: list[AttemptResult]) -> list[AttemptResult]:
-        """Remove what was captured; return the results of attempts without these files."""
+        """Remove captured files; return the results of attempts without them."""
         if self.capture.streams == NOT_CAPTURED:
             return results
         if self.directory.has_captured:
@@ -199,17 +187,13 @@ class JobOutput:
         return {plan.path for plan in (logs.stdout, logs.stderr) if plan.is_captured and plan.path}
 
     def remove_empty(self) -> bool:
-        """Remove what is empty of a temporary directory; return whether a directory remains."""
+        """Remove the empty parts of a temporary directory; return whether a directory remains."""
         return self.directory.remove_empty()
 
     def read_logs(
         self, ranks: Collection[int] | None, names: Collection[str], *, follow: bool, since: float
     ) -> LogReader:
-        """Return a reader of the lines of some streams.
-
-        Raises:
-            SpecError: none of them is in a file, or a rank is that of no worker of this node.
-        """
+        """Return a reader of the lines of some streams, or raise SpecError (see `Agent.logs`)."""
         local: Collection[int] = range(self._nproc)
         if ranks is not None and self._spec.nnodes.maximum == 1:
             check_ranks(ranks, local)
@@ -231,16 +215,11 @@ class JobOutput:
     # ------------------------------------------------------------ an attempt
 
     def attempt_directory(self, attempt: int) -> str | None:
-        """Return the log directory of an attempt; None if there is none."""
         path = self.directory.path
         return None if path is None else attempt_directory(path, attempt)
 
     def begin_attempt(self, attempt: int, group_rank: int) -> None:
-        """Make the directory of an attempt, in which this node has a group rank.
-
-        Raises:
-            SpawnError: the directory cannot be made.
-        """
+        """Make the directory of an attempt, or raise SpawnError; `group_rank` is this node's."""
         self._attempt = attempt
         may_be_full = self._spec.logs.on_full == "console"
         self.directory.note_node(replace(self._node, group_rank=group_rank))
@@ -256,11 +235,7 @@ class JobOutput:
         return filtered_logs(self._spec.logs, self.directory.path, attempt)
 
     def plan(self, attempt: int, local_rank: int) -> WorkerLogs:
-        """Return where one worker's output goes.
-
-        Raises:
-            SpawnError: the `LogLayout` of the job raised.
-        """
+        """Return where one worker's output goes, or raise SpawnError: the `LogLayout` raised."""
         key = attempt, local_rank
         if key not in self._plans:  # a layout is asked once: it may count
             try:
@@ -281,12 +256,9 @@ class JobOutput:
     def open_streams(
         self, logs: WorkerLogs, attempt: int, ranks: WorkerRanks
     ) -> Iterator[tuple[int, int]]:
-        """Open a worker's stdout and stderr for as long as it is being spawned.
+        """Open a worker's stdout and stderr while it is being spawned, or raise SpawnError.
 
         The console follows those that it shows until `end_attempt`.
-
-        Raises:
-            SpawnError: a log file cannot be made or followed.
         """
         standard = self._streams
         assert standard is not None, "open() comes first"
@@ -341,7 +313,7 @@ class JobOutput:
         fields: PrefixFields,
         own_prefix: str | None,
     ) -> None:
-        """Show a stream as it grows, or, of a relayed one, what its file does not take."""
+        """Show a stream as it grows; of a relayed stream, show what its file does not take."""
         attempt, path = fields.attempt, logged.path
         if relay is None and not plan.is_shown:
             self._directories[attempt].add(os.path.dirname(path))
@@ -398,7 +370,6 @@ class JobOutput:
         self._trimmer.add(path, needed, on_error)
 
     def _loss_reporter(self, fields: PrefixFields, path: str) -> Callable[[str, int | None], None]:
-        """Return what reports that output of a stream is not shown, or not kept."""
 
         def on_lost(why: str, lost: int | None) -> None:
             self._publish(
@@ -418,7 +389,7 @@ class JobOutput:
     def _line_filter(
         self, fields: PrefixFields, on_lost: Callable[[str, int | None], None]
     ) -> LineFilter | None:
-        """Return what copies the selected lines of a stream; None if there is no filter."""
+        """Return a filter that copies the selected lines of a stream; None for no filter."""
         logs = self._spec.logs
         is_out = fields.stream == "stdout"
         texts = logs.duplicate_stdout_filters if is_out else logs.duplicate_stderr_filters
@@ -454,7 +425,7 @@ class JobOutput:
 
 
 def _report_rest(relay: Relay, on_lost: Callable[[str, int | None], None]) -> None:
-    """Report what a relay has not written to its file, and what was not shown either."""
+    """Report output that a relay has not written to its file, or not shown either."""
     if relay.unkept:
         on_lost(f"its log file does not take them ({relay.why})", relay.unkept)
     if relay.lost:
@@ -480,7 +451,6 @@ class Capture:
     """The captured streams of a job's workers; must be closed after their tee."""
 
     def __init__(self) -> None:
-        """Begin without captured streams."""
         self.streams: CapturedStreams = NOT_CAPTURED
         self._relays: dict[str, Relay] = {}  # those that are being read, by path
         self._joined: dict[str, Sink] = {}  # where both streams of a worker go, by path
@@ -492,9 +462,9 @@ class Capture:
         return f"<Capture of {len(self._relays)} streams>"
 
     def open(self, inherited: tuple[int, int], shown: ConsoleStreams) -> None:
-        """Choose what is captured of the streams that workers would inherit.
+        """Choose captured streams among those that workers would inherit.
 
-        Text streams, of where tee'd output is `shown`, get these streams too.
+        Text streams where tee'd output is `shown` get captured streams too.
         """
         objects = [None if isinstance(item, int) else item for item in (shown.out, shown.err)]
         self.streams = _choose(inherited, *objects)
@@ -512,11 +482,7 @@ class Capture:
         on_lost: Callable[[str, int | None], None],
         logged: LoggedStream,
     ) -> int:
-        """Pass a stream on as it comes; return its token of the tee.
-
-        Raises:
-            OSError: no descriptor is left.
-        """
+        """Pass a stream on as it comes; return its token of the tee, or raise OSError."""
         assert plan.path is not None, "a captured stream has a file"
         self._relays[plan.path] = relay
         logged.make = partial(_make_file, relay)
@@ -540,16 +506,13 @@ class Capture:
         return tee.follow_relay(relay, view, is_shown=view is not None)
 
     def make_files(self) -> None:
-        """Make the files of the present streams, and those of later ones when they begin."""
+        """Make the files of the present streams, and of later streams when they begin."""
         self._makes_files = True
         for relay in self._relays.values():
             _make_file(relay)
 
     def read_now(self, path: str | None) -> bytes:
-        """Take what a worker has written by now, if this is the file of a captured stream.
-
-        Returns the end of what the file has not taken; b"" if it has all.
-        """
+        """Read what a worker has written by now; return the end of what its file has not taken."""
         if path is None or (relay := self._relays.get(path)) is None:
             return b""
         relay.read_now()
@@ -560,16 +523,13 @@ class Capture:
         return b"" if path is None else self._unkept.pop(path, b"")
 
     def on_console_lost(self, sink: Sink) -> None:
-        """Close the pipes of workers whose standard output went there.
-
-        The reader has gone, as in `2>&1 | head`: they get SIGPIPE, as without capture.
-        """
+        """Close the pipes of workers whose standard output went there."""
+        # The reader has gone, as in `2>&1 | head`: they get SIGPIPE, as without capture.
         for path, own in [*self._joined.items()]:
             if own is sink and sink.has_descriptor and path in self._relays:
                 self._relays[path].finish()
 
     def close(self) -> None:
-        """Close the streams of this process.  Idempotent."""
         if self._console is not None:
             self._console.close()
 
@@ -596,7 +556,7 @@ def _make_file(relay: Relay) -> bool:
 
 
 def _choose(inherited: tuple[int, int], out: object, err: object) -> CapturedStreams:
-    """Return what is captured; `out` and `err` are text streams in place of the inherited ones."""
+    """Return what is captured; `out` and `err` are text streams in place of inherited streams."""
     if out is not None or err is not None:
         streams = Std.ALL if out is not None else Std.NONE
         if out is not None and err is None:

@@ -1,79 +1,66 @@
-"""The state machine of one host's group of workers, and that of a job of one node; pure.
+"""The state machines of one host's group of workers, and of a job of one node; pure.
 
-`multi_node` has the one for a node of several.  Inputs have names in the past tense, effects are
-imperative.
+`multi_node` has the state machine of one node of several.  Inputs have names in the past tense,
+effects are imperative.  LIVE is STARTING or RUNNING.
 
 The group
 =========
 
-* One group at a time.  The first worker that fails by itself ends it, and so does the
-  last one that succeeds.  In both cases the group is stopped, because workers leave
-  processes behind; it has ended when no process is left.
-* A worker that has failed because it has lost a peer is no cause.  The group is stopped when
-  one fails for another reason, when all have ended, or after `CAUSE_S`.  The workers of other
+* One group at a time.  The first worker that fails by itself ends it, and so does the last worker
+  that succeeds.  In both cases the group is stopped, because workers leave processes behind; it has
+  ended when no process is left.
+* A worker that has failed because it has lost a peer is no cause.  The group is stopped when a
+  worker fails for another reason, when all have ended, or after `CAUSE_S`.  The workers of other
   nodes count as running: their failures stop this group too.
-* Results carry their attempt.  A late one is dropped here, and only here.
+* Results carry their attempt.  A late result is dropped here, and only here.
 
 ::
 
-    phase      input                         next       effects
-    ---------  ----------------------------  ---------  ---------------------------
-    STARTING   GroupStarted                  RUNNING
-    STARTING   StartFailed                   STOPPING   StopGroup
-    RUNNING    StartFailed, a hanging worker STOPPING   StopGroup
-    STARTING   WorkerEnded, a failure        STOPPING   StopGroup
-    RUNNING    WorkerEnded, a failure        STOPPING   StopGroup
-    STARTING,
-    RUNNING    ..., a lost peer, the first   the same   BackOff
-    STARTING,
-    RUNNING    BackoffElapsed                STOPPING   StopGroup
-    STARTING   WorkerHung                    STOPPING   StopGroup
-    RUNNING    WorkerHung                    STOPPING   StopGroup
-    RUNNING    WorkerEnded, the last success STOPPING   StopGroup (leftovers)
-    STOPPING   GroupStopped                  (decided by the subclass)
+    phase      input                          next       effects
+    ---------  -----------------------------  ---------  ---------------------------
+    STARTING   GroupStarted                   RUNNING
+    LIVE       StartFailed, WorkerHung        STOPPING   StopGroup
+    LIVE       WorkerEnded, a failure         STOPPING   StopGroup
+    LIVE       ..., a lost peer, the first    the same   BackOff
+    LIVE       BackoffElapsed                 STOPPING   StopGroup
+    RUNNING    WorkerEnded, the last success  STOPPING   StopGroup (leftovers)
+    STOPPING   GroupStopped                   (decided by the subclass)
 
 A job of one node
 =================
 
-* A failed attempt is followed by another one if the restart policy grants it, after its
-  delay.  A permanent failure, which no attempt can repair, ends the job.
-* A failure that a SIGTERM to all processes may have caused is judged `LEAVING_S` later, if
-  it could be repeated: a stop that is received by then has ended the attempt.
+* A failed attempt is followed by another attempt if the restart policy grants it, after its delay.
+  A permanent failure, which no attempt can repair, ends the job.
+* A failure that a SIGTERM to all processes may have caused is judged `LEAVING_S` later, if it could
+  be repeated: a stop that is received by then has ended the attempt.
 * A process that could not be killed is left behind, and no attempt follows.
-* A requested restart stops the group, and another attempt follows, which costs no restart.
-  A worker that fails by itself meanwhile counts as a failure.  It also ends a back-off;
-  where an attempt is ending already, it changes nothing.
-* A stop ends the job in any phase.  Received while a failed attempt is being stopped,
-  it replaces the restart; if none was granted, the job has failed.  If all workers have
-  succeeded, so has the job.
+* A requested restart stops the group.  Another attempt follows, which costs no restart, unless a
+  worker fails by itself before the group has ended: that counts as a failure.  A request ends a
+  back-off; where an attempt is ending already, it changes nothing.
+* A stop ends the job in any phase.  If a failed attempt is being stopped, it replaces the restart;
+  if none was granted, the job has failed.  If all workers have succeeded, so has the job.
 
 ::
 
-    phase      input                         next       effects
-    ---------  ----------------------------  ---------  ---------------------------
-    NEW        Start                         STARTING   StartGroup
-    STARTING   GroupStarted                  RUNNING
-    STARTING,
-    RUNNING    the end of the group          STOPPING   StopGroup, see above
-    STARTING,
-    RUNNING    StopReceived, RestartReceived STOPPING   StopGroup
-    STOPPING   GroupStopped, all succeeded   DONE       Finish
-    STOPPING   GroupStopped, a stop received DONE       Finish
-    STOPPING   GroupStopped, to be restarted STARTING   StartGroup
-    STOPPING   GroupStopped, perhaps a stop  DECIDING   BackOff, then as if it had failed
-    STOPPING   GroupStopped, failed          DECIDING   CallDecide (as if the result
-                                                        were DEFAULT if there is none)
-    DECIDING   DecisionMade, restart         BACKING_   BackOff (STARTING, StartGroup
-                                             OFF        if the delay is 0)
-    DECIDING   DecisionMade, give up         DONE       Finish
-    DECIDING   DecisionFailed                DONE       Finish
-    BACKING_
-    OFF        BackoffElapsed                STARTING   StartGroup
-    BACKING_
-    OFF        RestartReceived               STARTING   CancelBackOff, StartGroup
+    phase        input                           next         effects
+    -----------  ------------------------------  -----------  ----------------------------------
+    NEW          Start                           STARTING     StartGroup
+    STARTING     GroupStarted                    RUNNING
+    LIVE         the end of the group            STOPPING     StopGroup, see above
+    LIVE         StopReceived, RestartReceived   STOPPING     StopGroup
+    STOPPING     GroupStopped, all succeeded     DONE         Finish
+    STOPPING     GroupStopped, a stop received   DONE         Finish
+    STOPPING     GroupStopped, to be restarted   STARTING     StartGroup
+    STOPPING     GroupStopped, perhaps a stop    DECIDING     BackOff, then as if it had failed
+    STOPPING     GroupStopped, failed            DECIDING     CallDecide; without it, as if DEFAULT
+    DECIDING     DecisionMade, restart           BACKING_OFF  BackOff
+    DECIDING     DecisionMade, without a delay   STARTING     StartGroup
+    DECIDING     DecisionMade, give up           DONE         Finish
+    DECIDING     DecisionFailed                  DONE         Finish
+    BACKING_OFF  BackoffElapsed                  STARTING     StartGroup
+    BACKING_OFF  RestartReceived                 STARTING     CancelBackOff, StartGroup
     DECIDING,
-    BACKING_
-    OFF        StopReceived                  DONE       CancelBackOff, Finish
+    BACKING_OFF  StopReceived                    DONE         CancelBackOff, Finish
 """
 
 from __future__ import annotations
@@ -149,8 +136,8 @@ class WorkersAgreed(Struct, frozen=True):
 class WorkerEnded(Struct, frozen=True):
     """A worker has exited; a victim was signalled by a stop before.
 
-    `is_lost_peer`: it has failed because another worker has ended.  `may_be_leaving`: a SIGTERM
-    to all processes of the job may have ended it, which reaches the launcher a little later.
+    `is_lost_peer`: it has failed because another worker has ended.  `may_be_leaving`: a SIGTERM to
+    all processes of the job may have ended it, which reaches the launcher a little later.
     """
 
     attempt: int
@@ -164,8 +151,8 @@ class WorkerEnded(Struct, frozen=True):
 class GroupStopped(Struct, frozen=True):
     """No process of an attempt is left; its failures are known, the root cause first.
 
-    With `has_survivors` a process is left that could not be killed.  `first_success` is the rank
-    of the first worker that exited with 0 by itself, and when, in Unix seconds.
+    `has_survivors`: a process is left that could not be killed.  `first_success` is the rank of the
+    first worker that exited with 0 by itself, and when, in Unix seconds.
     """
 
     attempt: int
@@ -183,10 +170,7 @@ class DecisionMade(Struct, frozen=True):
 
 
 class DecisionFailed(Struct, frozen=True):
-    """The user's `restart.decide` has raised, or has not returned in time; `why` says which.
-
-    `error` is what it has raised.
-    """
+    """The user's `restart.decide` has raised `error`, or not returned in time, as `why` says."""
 
     attempt: int
     why: str
@@ -200,10 +184,7 @@ class BackoffElapsed(Struct, frozen=True):
 
 
 class StopReceived(Struct, frozen=True):
-    """A stop of the job was requested; `signal` is the signal received, if there was one.
-
-    `plan` replaces the stop plan of the job.
-    """
+    """A stop of the job was requested, perhaps by a `signal`; `plan` replaces the job's plan."""
 
     reason: str
     signal: int | None = None
@@ -250,7 +231,7 @@ EffectResult = (
     | BackoffElapsed
     | BarrierTimedOut
 )
-"""Results of effects.  Each carries its attempt number, so that a late one can be dropped."""
+"""Results of effects.  Each carries its attempt number, so that a late result can be dropped."""
 
 Request = Start | StopReceived | RestartReceived | JoinFailed | InstructionReceived | LeftRendezvous
 
@@ -273,9 +254,8 @@ class StartGroup(Struct, frozen=True):
 class StopGroup(Struct, frozen=True):
     """Stop every process of the attempt by `plan`; the result is `GroupStopped`.
 
-    A worker that is being spawned is waited for first.  With `leftovers_only` all
-    workers have exited, and only processes that they left behind are stopped.  `is_ordered`: the
-    rendezvous wants it.
+    A worker that is being spawned is waited for first.  `leftovers_only`: all workers have exited,
+    and the processes that they left behind are stopped.  `is_ordered`: the rendezvous wants it.
     """
 
     attempt: int
@@ -305,8 +285,6 @@ class CancelBackOff(Struct, frozen=True):
 
 
 class Publish(Struct, frozen=True):
-    """Append an event to the event log."""
-
     event: Event
 
 
@@ -317,7 +295,7 @@ class ShowChange(Struct, frozen=True):
 
 
 class NotePeers(Struct, frozen=True):
-    """Begin the time in which the workers have to finish as those of other nodes have."""
+    """Begin the time in which the workers have to finish as the workers of other nodes have."""
 
     peers: PeersFinished
 
@@ -325,8 +303,8 @@ class NotePeers(Struct, frozen=True):
 class Finish(Struct, frozen=True):
     """The job is over: release everything, publish the end, return to the callers.
 
-    `error` is raised to the callers in place of a result: what the user's callback
-    raised, or why the rendezvous could not be joined.
+    `error` is raised to the callers in place of a result: an exception of the user's callback, or
+    the reason why the rendezvous could not be joined.
     """
 
     outcome: JobOutcome
@@ -344,10 +322,7 @@ class SendReport(Struct, frozen=True):
 
 
 class StartBarrier(Struct, frozen=True):
-    """Wait `timeout` seconds for the other nodes; the result is `BarrierTimedOut`.
-
-    None: without limit.
-    """
+    """Wait `timeout` seconds (None: no limit) for other nodes; the result is `BarrierTimedOut`."""
 
     attempt: int
     timeout: float | None
@@ -356,8 +331,8 @@ class StartBarrier(Struct, frozen=True):
 class Leave(Struct, frozen=True):
     """Leave the rendezvous, or stop joining it; the result is `LeftRendezvous`.
 
-    `stays`: first wait, until the grace of the stop is over, for workers of other nodes that
-    need this one.
+    `stays`: first wait, until the grace of the stop is over, for workers of other nodes that need
+    this node.
     """
 
     why: str
@@ -384,8 +359,6 @@ Effect = (
 
 
 class AgentPhase(Enum):
-    """The phase of a job on this node."""
-
     NEW = "new"
     STARTING = "starting"
     RUNNING = "running"
@@ -405,12 +378,11 @@ LIVE = (AgentPhase.STARTING, AgentPhase.RUNNING)
 class AgentMachine(ABC):
     """Decides what to do next; pure.
 
-    After each `handle`, perform the effects in their order and hand in their results.
-    After `Finish` there are no more effects.
+    After each `handle`, perform the effects in their order and hand in their results.  After
+    `Finish` there are no more effects.
     """
 
     def __init__(self, spec: LaunchSpec, nproc: int) -> None:
-        """Begin with `nproc` workers on this host."""
         self.phase = AgentPhase.NEW
         self.attempt = 0
         self._spec = spec
@@ -427,11 +399,7 @@ class AgentMachine(ABC):
         self._story: list[tuple[AgentPhase, Input]] = []
 
     def handle(self, received: Input) -> list[Effect]:
-        """Return the effects of an input, to be performed in order.
-
-        Raises:
-            InternalError: the input is impossible in the current phase.
-        """
+        """Return the effects of an input in their order; InternalError for an impossible input."""
         self._story.append((self.phase, received))
         del self._story[:-50]
         if self.phase is AgentPhase.DONE:
@@ -608,7 +576,6 @@ class SingleNodeMachine(AgentMachine):
 
     @property
     def restarts(self) -> int:
-        """Restarts after failures so far."""
         return self._budget.restarts
 
     def _on_request(self, request: Request) -> list[Effect]:

@@ -1,61 +1,51 @@
 """The state machine of one node of a job of many.
 
-The rendezvous decides for all nodes whether to restart and which failure is the root
-cause; this module decides what one node does about it.
+The rendezvous decides for all nodes whether to restart and which failure is the root cause; this
+module decides what the node does about it.  LIVE is STARTING or RUNNING.
 
 Rules
 =====
 
-* The rendezvous instructs; the node follows and reports.  `machine` has the rules for
-  its workers.
-* A round ends in one report: RoundSucceeded, or RoundStopped when no process is left.  A
-  failure is reported twice: as RoundFailing at once, since the other nodes' workers hang
-  from now on, and with all details in RoundStopped, whatever was instructed meanwhile.
-* A lost peer is reported after the wait for its cause: the other node with the cause stops
-  its workers by itself, and reports it first.
-* Only the newest instruction counts.  A StartRound whose round is not newer than that of
-  the last StartRound or StopRound is dropped, and so is a StopRound that is older or
-  already answered.
-* A running group is stopped before a new round starts.  If a process could not be killed,
-  no further group is started: it holds what the workers would need.
+* The rendezvous instructs; the node follows and reports.  `machine` has the rules for its workers.
+* A round ends in one report: RoundSucceeded, or RoundStopped when no process is left.  A failure is
+  reported twice: as RoundFailing at once, since the other nodes' workers hang from now on, and with
+  all details in RoundStopped, whatever the rendezvous has instructed since.
+* A lost peer is reported after the wait for its cause: the node with the cause stops its workers by
+  itself, and reports it first.
+* Only the newest instruction counts.  A StartRound is dropped if its round is not newer than the
+  round of the last StartRound or StopRound; so is a StopRound that is older or already answered.
+* A running group is stopped before a new round starts.  If a process could not be killed, no
+  further group is started: the process holds what the workers would need.
 * A requested restart is reported: the rendezvous starts another round on all nodes.
-* A node that has succeeded waits for the other nodes at a barrier and still follows
-  instructions.  When the barrier times out or the node is stopped, it ends as a success.
-* A stop of this node ends the job for this node only.  That is reported at once, so that the
-  workers of all nodes stop, and save, together.  The node leaves when its workers have
-  stopped, so that none of them runs beside those of the next round; with `overlap` at
-  once.  Within its grace it stays for workers of other nodes that use its store.  If all
-  workers had succeeded, that is reported first, and the node ends as a success.
-* A node that is cut off stops its workers by the first signal of its plan and SIGKILL
-  soon after, or by SIGKILL if a stop has begun: the others start the next round without it.
+* A node that has succeeded waits for the other nodes at a barrier and still follows instructions.
+  When the barrier times out or the node is stopped, it ends as a success.
+* A stop of this node ends the job for this node only.  The stop is reported at once, so that the
+  workers of all nodes stop, and save, together.  The node leaves when its workers have stopped, so
+  that none of them runs beside those of the next round; with `overlap` at once.  Within its grace
+  it stays for workers of other nodes that use its store.  If all workers had succeeded, that is
+  reported first, and the node ends as a success.
+* A node that is cut off stops its workers by the first signal of its plan and SIGKILL soon after,
+  or by SIGKILL if a stop has begun: the others start the next round without it.
 * EndJob ends the job here with the outcome of all nodes.
 * Once the end is decided, no instruction changes it.
 
 ::
 
     phase      input                             next      effects
-    ---------  --------------------------------  --------  -----------------------------
+    ---------  --------------------------------  --------  ------------------------------------
     NEW        Start                             IDLE      Join
     NEW        StopReceived                      DONE      Finish
     IDLE       StartRound                        STARTING  Publish, StartGroup
     IDLE       StopRound                         IDLE      SendReport RoundStopped
     STARTING   GroupStarted                      RUNNING   SendReport RoundStarted
-    STARTING,
-    RUNNING    a failure                         STOPPING  SendReport RoundFailing,
-                                                           StopGroup
+    LIVE       a failure                         STOPPING  SendReport RoundFailing, StopGroup
     RUNNING    the last success                  STOPPING  StopGroup (leftovers)
-    STARTING,
-    RUNNING    RestartReceived                   the same  SendReport RestartRequested
-    STARTING,
-    RUNNING    StartRound                        STOPPING  Publish, StopGroup
-    STARTING,
-    RUNNING    StopRound                         STOPPING  StopGroup
-    STARTING,
-    RUNNING    StopReceived                      STOPPING  StopGroup, SendReport
-                                                           NodeDraining (overlap:
-                                                           Leave)
-    STARTING,
-    RUNNING    EndJob                            STOPPING  Leave, StopGroup
+    LIVE       RestartReceived                   the same  SendReport RestartRequested
+    LIVE       StartRound                        STOPPING  Publish, StopGroup
+    LIVE       StopRound                         STOPPING  StopGroup
+    LIVE       StopReceived                      STOPPING  StopGroup, SendReport NodeDraining
+                                                           (overlap: Leave)
+    LIVE       EndJob                            STOPPING  Leave, StopGroup
     STOPPING   StartRound, StopRound             STOPPING  (decides what follows)
     STOPPING   StopReceived, all succeeded       STOPPING  (decides what follows)
     STOPPING   StopReceived                      STOPPING  SendReport NodeDraining
@@ -72,10 +62,8 @@ Rules
     IDLE       ... and a StartRound is pending   STARTING  StartGroup
     BARRIER,
     IDLE       ... and a stop was received       LEAVING   Leave
-    BARRIER    StartRound                        STARTING  CancelBackOff, Publish,
-                                                           StartGroup
-    BARRIER    StopRound                         IDLE      CancelBackOff,
-                                                           SendReport RoundStopped
+    BARRIER    StartRound                        STARTING  CancelBackOff, Publish, StartGroup
+    BARRIER    StopRound                         IDLE      CancelBackOff, SendReport RoundStopped
     BARRIER    BarrierTimedOut                   LEAVING   Leave
     BARRIER    StopReceived                      LEAVING   SendReport NodeDraining,
                                                            CancelBackOff, Leave
@@ -83,13 +71,10 @@ Rules
     IDLE       StopReceived, EndJob, JoinFailed  LEAVING   Leave
     LEAVING    LeftRendezvous, now or before     DONE      Publish, Finish
     any        RestartPending                    the same  Publish
-    STARTING,
-    RUNNING    ChangePending                     the same  Publish, ShowChange
+    LIVE       ChangePending                     the same  Publish, ShowChange
     any other  ChangePending                     the same  Publish
-    STARTING,
-    RUNNING    PeersFinished                     the same  NotePeers
-    STARTING,
-    RUNNING    WorkersAgreed                     the same  SendReport ChangeAgreed
+    LIVE       PeersFinished                     the same  NotePeers
+    LIVE       WorkersAgreed                     the same  SendReport ChangeAgreed
 """
 
 from __future__ import annotations
@@ -164,7 +149,6 @@ class MultiNodeMachine(AgentMachine):
     """Decides for one node of a job of many (see `AgentMachine`)."""
 
     def __init__(self, spec: LaunchSpec, nproc: int) -> None:
-        """Begin with `nproc` workers on this host."""
         super().__init__(spec, nproc)
         self.round = -1
         self._newest_round = -1  # of the last StartRound or StopRound
@@ -196,7 +180,7 @@ class MultiNodeMachine(AgentMachine):
             case InstructionReceived(StopRound(why=why, is_cut_off=True)) if (
                 self.phase is AgentPhase.STOPPING
             ):
-                plan = self._spec.stop.starting_with(SIGKILL)  # they have got its first signal
+                plan = self._spec.stop.starting_with(SIGKILL)  # the first signal was sent
                 return self._stop_group(why, plan=plan, leftovers_only=self._all_succeeded)
             case InstructionReceived(instruction):
                 return [] if self._finish is not None else self._on_instruction(instruction)
@@ -283,7 +267,7 @@ class MultiNodeMachine(AgentMachine):
         return [SendReport(RoundStarted(self.round)), *super()._on_group_started(started)]
 
     def _on_failing(self, why: str) -> list[Effect]:
-        # Before the stop: the other nodes' workers wait for one that has exited.
+        # Before the stop: the other nodes' workers wait for a worker that has exited.
         return [SendReport(RoundFailing(self.round, why)), *self._stop_group(why)]
 
     @property
@@ -391,7 +375,6 @@ class MultiNodeMachine(AgentMachine):
         return [*self._cancel_barrier(), *leaving, *self._done(stays=stays)]
 
     def _leave(self, *, stays: bool = False) -> list[Effect]:
-        """Leave the rendezvous, once."""
         if not self._is_member or self._is_leaving or self._finish is None:
             return []
         self._is_leaving = True
@@ -455,7 +438,7 @@ def _merge(job: Sequence[Failure], own: Sequence[Failure]) -> tuple[Failure, ...
     """Return the job's failures in their order, then those that only this node has seen.
 
     This node's own failures replace the job's copies, which may be truncated, but keep the notes
-    that the coordinator has added to these.
+    that the coordinator has added to the copies.
     """
     seen = {_worker_key(failure): failure for failure in own}
     merged = [_with_notes(seen.pop(_worker_key(one), one), one.notes) for one in job]
@@ -463,7 +446,7 @@ def _merge(job: Sequence[Failure], own: Sequence[Failure]) -> tuple[Failure, ...
 
 
 def _with_notes(failure: Failure, notes: Sequence[str]) -> Failure:
-    """Return a failure with those `notes` of its copy that are not the ends of its own ones."""
+    """Return a failure with those `notes` of its copy that are not the ends of its own notes."""
     own = [escape_surrogates(note) for note in failure.notes]
     added = [note for note in notes if not any(one.endswith(note) for one in own)]
     return replace(failure, notes=(*added, *failure.notes)) if added else failure

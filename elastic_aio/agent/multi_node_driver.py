@@ -1,7 +1,7 @@
 """Performs the effects that concern the other nodes, and passes on the rendezvous's instructions.
 
-Leaving is like stopping: it is started again when an event loop that shuts down cancels
-it, and the job is not done before it is.
+Leaving is like stopping: it is started again when an event loop that shuts down cancels it, and the
+job is not done before it is.
 """
 
 from __future__ import annotations
@@ -51,16 +51,11 @@ RendezvousFactory: TypeAlias = Callable[[LaunchSpec, NodeInfo, str, AgentPort], 
 """Makes a node's part in a rendezvous, from the job, the node, the run id and the agent."""
 
 
-_NOTICE_S = 60.0
-"""Seconds after which a node that has succeeded says that it waits for others."""
+_NOTICE_S = 60.0  # until a node that has succeeded says that it waits for others
 
 
 class MultiNodeDriver(Driver):
-    """One node of a job of many; the rendezvous sees it as its `AgentPort`.
-
-    Attributes:
-        rendezvous: this node's part in it.
-    """
+    """One node of a job of many; the rendezvous sees it as its `AgentPort`."""
 
     def __init__(
         self,
@@ -69,11 +64,7 @@ class MultiNodeDriver(Driver):
         *,
         make_rendezvous: RendezvousFactory | None = None,
     ) -> None:
-        """Prepare; `make_rendezvous` None takes the backend that the job names.
-
-        Raises:
-            SpecError: the backend does not exist, or does not support a setting.
-        """
+        """Prepare, or raise SpecError; the job's backend is the default of `make_rendezvous`."""
         spec, nproc = runtime.spec, runtime.nproc
         super().__init__(runtime, MultiNodeMachine(spec, nproc), event_log)
         node = NodeInfo(name=runtime.host, pid=os.getpid(), nproc=nproc, role=spec.role)
@@ -82,8 +73,7 @@ class MultiNodeDriver(Driver):
         self._joining: asyncio.Task[Any] | None = None
         self._leaving: asyncio.Task[Any] | None = None
         self._staying: asyncio.Task[None] | None = None
-        self._stop_ends_at = 0.0
-        """When the grace of the stop of this node is over, by the clock of the runtime."""
+        self._stop_ends_at = 0.0  # end of the grace of this node's stop, by the runtime's clock
         self._is_member = self._shows_change = False
         self._decide_error: BaseException | None = None
         runtime.liveness.on_agreed = self.on_agreed
@@ -91,7 +81,6 @@ class MultiNodeDriver(Driver):
     # ------------------------------------------------ calls of the rendezvous
 
     def on_instruction(self, instruction: Instruction) -> None:
-        """Take an instruction."""
         if isinstance(instruction, StartRound):
             self._decide_error = None
             # A backend may not know it: then all jobs of this run id are one run.
@@ -101,17 +90,14 @@ class MultiNodeDriver(Driver):
         self.receive(InstructionReceived(instruction))
 
     def on_event(self, event: Event) -> None:
-        """Take an event for this node's readers."""
         if not self.done.done():
             attempt = event.attempt or self._machine.attempt
             self._event_log.append(replace(event, attempt=attempt))
 
     async def decide(self, failure: Failure) -> RestartAction:
-        """Return the decision of the user's `restart.decide`.
+        """Return the decision of the user's `restart.decide`, or raise its exception.
 
-        Raises:
-            Exception: the callback failed; if that ends the job, the callers on this
-                node get what it raised.
+        If that ends the job, the callers on this node get the same exception.
         """
         decide = self._runtime.spec.restart.decide
         if decide is None:
@@ -125,11 +111,7 @@ class MultiNodeDriver(Driver):
         raise RuntimeError(why_undecided(decision)) from decision
 
     def reserve_master_port(self, address: str) -> int:
-        """Return the port that is reserved for the next round's workers at `address`.
-
-        Raises:
-            HostError: there is no free port.
-        """
+        """Return the port that is reserved for the next round at `address`, or raise HostError."""
         return self._runtime.master_ports.reserve(address)
 
     # -------------------------------------------------------------- requests
@@ -223,10 +205,7 @@ class MultiNodeDriver(Driver):
         return LeftRendezvous()
 
     async def _leave_rendezvous(self, why: str) -> None:
-        """Leave, whether or not the rendezvous is open yet.
-
-        Idempotent; safe to call again after cancellation.
-        """
+        """Leave, whether or not the rendezvous is open yet.  Idempotent."""
         if self._joining is not None and not self._joining.done():
             self._abandon(self._joining)
             await asyncio.wait([self._joining])
@@ -253,7 +232,7 @@ class MultiNodeDriver(Driver):
 def _make_from_backend(
     spec: LaunchSpec, node: NodeInfo, run_id: str, agent: AgentPort
 ) -> Rendezvous:
-    # Imported here: a rendezvous of the caller's own needs no backend.
+    # Imported here: a rendezvous that the caller makes needs no backend.
     from elastic_aio.rendezvous.backends import make_rendezvous
 
     return make_rendezvous(spec, node, run_id, agent)

@@ -28,13 +28,13 @@ ACCELERATORS: Final = "elastic_aio.accelerators"
 def resolve_nproc(spec: LaunchSpec) -> int:
     """Return the number of workers that `nproc_per_node` means on this host.
 
-    `cpu` counts the processors this process may run on, `gpu`, `xpu` and the names of
-    private-use backends the devices it can see, `auto` the devices of the first kind that
-    exists and else the processors.
+    `cpu` counts the processors that this process may run on; `gpu`, `xpu` and the names of
+    private-use backends count the devices that it can see.  `auto` counts the devices of the first
+    kind that exists, else the processors.
 
     Raises:
-        SpecError: there is no device, the word is unknown, or the logs name a rank that
-            does not exist.
+        SpecError: there is no device, the word is unknown, or the logs name a rank that does not
+            exist.
     """
     wanted = spec.nproc_per_node
     if not isinstance(wanted, int):
@@ -95,8 +95,7 @@ def _count_by_plugin(word: str, words: Iterable[str]) -> int:
 def device_env(spec: LaunchSpec, local_rank: int) -> dict[str, str]:
     """Return the variable that leaves a worker its own device, with `virtual_local_rank`.
 
-    Raises:
-        SpecError: the variable of this process lists too few devices.
+    Raises SpecError if the variable of this process lists too few devices.
     """
     from elastic_aio.hardware.host import device_of
 
@@ -110,11 +109,7 @@ def device_env(spec: LaunchSpec, local_rank: int) -> dict[str, str]:
 
 
 def worker_cpus(spec: LaunchSpec, nproc: int) -> list[frozenset[int]]:
-    """Return the CPUs that each worker is bound to, by local rank; empty without a binding.
-
-    Raises:
-        SpecError: a worker would have no device or no CPU.
-    """
+    """Return the CPUs that each worker is bound to, if any, by local rank, or raise SpecError."""
     if spec.numa_binding is None:
         return []
     from elastic_aio.hardware.cpus import bind_workers
@@ -169,8 +164,8 @@ def worker_argv(
 ) -> tuple[str, ...]:
     """Return the argv of one worker that runs a command; `args` replaces the job's.
 
-    `${local_rank}` in arguments is replaced; nothing else is touched (torchrun also
-    turns `$$` into `$`, which breaks arguments with a literal `$$`).
+    Only `${local_rank}` in arguments is replaced (torchrun also turns `$$` into `$`, which breaks
+    arguments with a literal `$$`).
     """
 
     def substitute(arg: str) -> str:
@@ -191,11 +186,9 @@ def worker_argv(
 
 
 def check_runnable(spec: LaunchSpec) -> None:
-    """Check that Python can find the script: a missing one is not a failure of a worker.
+    """Check that Python can find the script: a missing script is not a failure of a worker.
 
-    Raises:
-        SpawnError: with a shell's exit code, 127 for a missing script and 126 for
-            one that cannot be read.
+    Raises SpawnError with a shell's exit code: 127 for a missing script, 126 for an unreadable one.
     """
     match spec.entrypoint:
         case Script(path):
@@ -229,12 +222,10 @@ def check_runnable(spec: LaunchSpec) -> None:
 def check_preload(spec: LaunchSpec) -> None:
     """Check that there is the first module to be preloaded, if this process can tell.
 
-    The later ones depend on what it does, submodules on their package, and another
-    interpreter or path on more; the fork server reports those.
-
-    Raises:
-        SpecError: there is no such module.
+    Raises SpecError if there is none.
     """
+    # Later modules may depend on what the first does, submodules on their package, and another
+    # interpreter or path may have others; the fork server reports those.
     changed = {"PYTHONPATH", "PYTHONHOME"} & spec.env.keys()
     if not spec.preload or changed or spec.python not in (None, sys.executable):
         return
@@ -258,12 +249,11 @@ def check_preload(spec: LaunchSpec) -> None:
 def worker_env(spec: LaunchSpec, nproc: int, own: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a process of the job.
 
-    Python writes at once what it prints, so that a kill loses none of it: also in what a
-    command starts, where `-u` does not reach.
-
-    The job's `env` overrides the inherited environment, and `own` all others.  With several
+    `own` overrides the job's `env`, and both override the inherited environment.  With several
     workers on this host OMP_NUM_THREADS defaults to 1.
     """
+    # Python writes at once what it prints, so that a kill loses none of it: also in what a command
+    # starts, where `-u` does not reach.
     defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "PYTHONUNBUFFERED": "1"}
     if nproc > 1:
         defaults["OMP_NUM_THREADS"] = "1"

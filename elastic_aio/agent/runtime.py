@@ -1,34 +1,33 @@
-"""What a job has on this host from start to end: directory, process tree, guardian, logs.
+"""The resources of a job on this host: directory, process tree, guardian, logs.
 
-What belongs to one attempt is in `worker_group`.
+`worker_group` has the resources of one attempt.
 
 The order of closing
 ====================
 
-`LocalRuntime.close` runs when no worker is left and the last group is closed.  The
-launcher can be killed between any two steps, and a cancelled close is called again, so
-no step may release what a later step, or the guardian in place of this process, needs:
+`LocalRuntime.close` runs when no worker is left and the last group is closed.  The launcher can be
+killed between any two steps, and a cancelled close is called again, so no step may release what a
+later step, or the guardian in place of this process, needs:
 
-1. The stores of reserved master ports are closed first: no worker connects any more,
-   another job may want the ports, and the next step can take seconds.  So is the pipe of
-   the timers.
-2. The tee drains: what the workers wrote is shown to the end, unless the console takes
-   nothing for 5 s.  The guardian still runs, so a kill of this process meanwhile leaves
-   neither the fork server nor a survivor behind.
+1. The stores of reserved master ports are closed first: no worker connects any more, another job
+   may want the ports, and the next step can take seconds.  So is the pipe of the timers.
+2. The tee drains: what the workers wrote is shown to the end, unless the console takes nothing for
+   5 s.  The guardian still runs, so a kill of this process in these seconds leaves neither the fork
+   server nor a survivor behind.
 3. The tee is closed, which ends the tasks that write to the console.
 4. The console is closed: those tasks were its only users.  (2 to 4 are `JobOutput.aclose`.)
-5. The fork server is killed, and what its modules have started is stopped; while it still
-   imports, it is stopped by the plan too.  The program is closed: the memory files with the
-   calls and results of functions.  The group has read the results by now.
-6. The guardian exits.  It has to outlive the fork server, which it would otherwise not
-   kill if this process were killed between the two steps.
-7. The tree is closed: a survivor that exits later must not write to the session list.
-   Orphans are adopted until here, so that the last ones are found and reaped.
-8. The session list and the standard streams are closed.  The guardian (and its replacement, if one
+5. The fork server is killed, and what its modules have started is stopped; while it still imports,
+   it is stopped by the plan too.  The program is closed: the memory files with the calls and
+   results of functions.  The group has read the results by now.
+6. The guardian exits.  It has to outlive the fork server, which it would otherwise not kill if this
+   process were killed between the two steps.
+7. The tree is closed: a survivor that exits later must not write to the session list.  Orphans are
+   adopted until here, so that the last orphans are found and reaped.
+8. The session list and the standard streams are closed.  The guardian (and its replacement, if it
    is being started) inherits the list, so it is open for as long as a guardian runs.
-9. The descriptor limit is released: everything that needed the higher one is closed.
-10. The directory is tidied: empty files and directories are removed, which the tee had
-    open until step 3.  The answer, whether logs remain, goes into the job's result.
+9. The descriptor limit is released: everything that needed the higher limit is closed.
+10. The directory is tidied: empty files and directories are removed, which the tee had open until
+    step 3.  The answer, whether logs remain, goes into the job's result.
 11. Old runs are removed, for some seconds at most.  The lock on the directory is released.
 """
 
@@ -92,8 +91,8 @@ if TYPE_CHECKING:
     from elastic_aio.logs.paths import WorkerLogs
 
 
+# Seconds that the removal of old runs may take at the end: a file server may be gone.
 _RUNS_S: Final = 10.0
-"""Seconds that the removal of old runs may take at the end: a file server may be gone."""
 
 
 class LocalRuntime:
@@ -115,16 +114,8 @@ class LocalRuntime:
     ) -> None:
         """Prepare; nothing is opened before `open`.
 
-        Args:
-            spec, run_id, host, nproc: the job, and the workers of this host.
-            spawner: starts processes.
-            publish: called with every event.
-            publish_later: called with what makes an event of this time (see `EventLog`); None:
-                it is made at once.
-            console: as for `Agent`.
-            overrides: differences between the workers of a bare group, which has no
-                master port either.
-            adopt_orphans: make this process the parent of orphans.
+        `publish_later` is called with a function that makes an event of this time (see `EventLog`);
+        None: the event is made at once.  `overrides` are of a bare group, which has no master port.
         """
         self.spec = spec
         self.run_id = run_id
@@ -164,7 +155,6 @@ class LocalRuntime:
 
     @property
     def tree(self) -> ProcessTree:
-        """All processes of the job on this host."""
         assert self._tree is not None, "open() comes first"
         return self._tree
 
@@ -176,8 +166,8 @@ class LocalRuntime:
         Cancellation: nothing of the runtime is left open.
 
         Raises:
-            SpecError: the log directory cannot be used, a function not be pickled, or a worker
-                not be bound.
+            SpecError: the log directory cannot be used, a function not be pickled, or a worker not
+                be bound.
             HostError: this host lacks something.
         """
         try:
@@ -230,8 +220,8 @@ class LocalRuntime:
     async def close(self) -> bool:
         """Show the rest of the output and release everything; see the module for the order.
 
-        Returns whether a log directory remains.  Idempotent; safe to call again after
-        cancellation.  A copy in a fork closes nothing, since all of it is the parent's.
+        Returns whether a log directory remains.  A copy in a fork closes nothing, since all of it
+        is the parent's.  Idempotent.
         """
         if self._fork.is_copy:
             return False
@@ -262,11 +252,10 @@ class LocalRuntime:
     async def _remove_old_runs(self, kept: int) -> None:
         """Remove the directories of the runs that are not kept.
 
-        A node that has not met the others does not know which of them are this run's: it removes
-        none.
-
-        Cancellation: leaves the thread that removes them running; it ends with the program.
+        Cancellation: the thread that removes them runs on; it ends with the program.
         """
+        # A node that has not met the others does not know which of them are this run's: it removes
+        # none.
         directory = self.output.directory
         if not (directory.job or self.spec.nnodes.maximum == 1):
             return
@@ -279,7 +268,6 @@ class LocalRuntime:
             self.publish(LogsNotRemoved(why=error_reason(error)))
 
     async def _close_fork_server(self) -> None:
-        """Stop the fork server, and the processes that its modules have started."""
         if self._tree is None or not self.entrypoint.uses_forkserver:
             return
         await self._tree.include()
@@ -291,10 +279,7 @@ class LocalRuntime:
             await self.stop_processes(plan)
 
     async def stop_processes(self, plan: StopPlan) -> list[Survivor]:
-        """Stop every process; return those that survive SIGKILL.
-
-        Safe to call again after cancellation.
-        """
+        """Stop every process; return those that survive SIGKILL.  Idempotent."""
         async with self.liveness.stopping(plan):
             survivors = await self.tree.stop(plan, self._on_escalated)
         if survivors and self._guardian is not None and await self._guardian.end_job():
@@ -315,10 +300,7 @@ class LocalRuntime:
     # ------------------------------------------------------------ an attempt
 
     def begin_attempt(self, attempt: int, records: Mapping[int, WorkerRecord]) -> str | None:
-        """Note the current attempt; return its log directory, None if there is none.
-
-        `records` will be its workers by local rank.
-        """
+        """Note the current attempt and its future `records`; return its log directory, if any."""
         self.attempt = attempt
         self._common_env = {}
         self.liveness.begin_attempt(attempt, records)
@@ -327,11 +309,8 @@ class LocalRuntime:
     async def open_master(self, group_rank: int, master: tuple[str, int] | None) -> tuple[str, int]:
         """Return address and port at which the workers of the current attempt meet.
 
-        The node of `group_rank` 0 serves the store at `master`, on which the nodes have agreed; it
-        is None if all workers are on this host.
-
-        Raises:
-            HostError: the port cannot be bound.
+        The node of `group_rank` 0 serves the store at `master`, on which the nodes have agreed,
+        None if all workers are on this host.  Raises HostError if it cannot bind the port.
         """
         if self.entrypoint.overrides is not None:
             return MASTER_ADDR, 0
@@ -345,11 +324,7 @@ class LocalRuntime:
         return self.master_ports.address_of(master[0]), master[1]
 
     async def prepare_attempt(self, attempt: int, group_rank: int) -> None:
-        """Drop the results of the previous attempt, and make the directory of this one.
-
-        Raises:
-            SpawnError: the directory cannot be made.
-        """
+        """Drop the last attempt's results; make this attempt's directory, or raise SpawnError."""
         await self.entrypoint.forget_results()
         if (kept := self.spec.logs.keep_attempts) is not None:
             await run_in_thread(self.output.directory.remove_attempts, attempt - kept)
@@ -358,11 +333,7 @@ class LocalRuntime:
     # -------------------------------------------------------------- a worker
 
     def notify_socket(self, local_rank: int) -> AbstractContextManager[int | None]:
-        """Open the socket of one worker that is being spawned; None in a bare group.
-
-        Raises:
-            SpawnError: no descriptor is left.
-        """
+        """Open the socket of a worker, or raise SpawnError; the value is None in a bare group."""
         if self.entrypoint.overrides is not None:
             return nullcontext()
         return self.liveness.open_worker(local_rank)
@@ -418,7 +389,7 @@ class LocalRuntime:
         return env
 
     def _make_common_env(self, nproc: int) -> dict[str, str]:
-        """Return what the workers of an attempt have in common; `nproc` is their number."""
+        """Return the variables that all workers of an attempt have; `nproc` is their number."""
         own = {self.tree.marker: "1", TASK: task_of({**os.environ, **self.spec.env})}
         if self.change_file:
             own[PENDING_CHANGE] = self.change_file
@@ -437,12 +408,7 @@ class LocalRuntime:
         streams: tuple[int, int],
         notify: int | None = None,
     ) -> Child:
-        """Start one worker of the current attempt, which inherits the socket `notify`.
-
-        Raises:
-            SpawnError: it could not be started.
-            HostError: no descriptor is left for a function's result.
-        """
+        """Start a worker, which inherits the socket `notify`, or raise SpawnError or HostError."""
         standard = self._standard_streams
         takes_stdin = self.spec.stdin == "rank0" and local_rank == 0
         command = self.entrypoint.command(local_rank)
@@ -462,7 +428,7 @@ class LocalRuntime:
         return await self.entrypoint.spawner(child_spec)
 
     def starting(self) -> AbstractContextManager[None]:
-        """Return a block in which workers are started, of which the guardian hears once."""
+        """Return a block in which workers are started, which the guardian learns at its end."""
         is_listed = self.entrypoint.spawner is self.entrypoint.command_spawner
         return self.tree.starting() if is_listed else nullcontext()
 

@@ -1,4 +1,4 @@
-"""One attempt's workers on this host: started, watched, stopped, and what became of them."""
+"""One attempt's workers on this host: started, watched, stopped, and their results."""
 
 from __future__ import annotations
 
@@ -50,15 +50,12 @@ _SETTLE_S = 0.1
 class WorkerGroup:
     """The workers of one attempt, by local rank.
 
-    Start it once, stop it in any case, then ask for the `result`.  Every start and exit
-    is published as an event of the runtime.
+    Start it once, stop it in any case, then ask for the `result`.  Methods that stop or close are
+    idempotent.  Every start and exit is published as an event of the runtime.
 
-    Attributes:
-        attempt: number of the attempt.
-        records: the workers that have been started, by local rank.
-        start_error: why not all could be started.
-        calls: how the workers' functions ended, once `result` was called; empty for commands.
-        failures: all failures by then, victims too, the root cause first.
+    `records` has the workers that have been started; `start_error` is why not all could be.  After
+    `result`, `calls` has how functions ended, and `failures` all failures, victims too, the root
+    cause first.
     """
 
     def __init__(
@@ -74,18 +71,12 @@ class WorkerGroup:
         round_number: int = 0,
         master: tuple[str, int] | None = None,
     ) -> None:
-        """Begin an attempt; nothing is started yet.
+        """Begin an attempt with workers of these ranks; nothing is started yet.
 
-        Args:
-            runtime: what the job has on this host.
-            ranks: of the workers, by local rank.
-            on_exit: called with the local rank and the exit of each worker, after its
-                record has been updated.
-            on_stuck: called once if a worker is in an uninterruptible system call for too long.
-            on_hung: called with the local rank of a worker that is silent for too long, and why.
-            attempt, restarts, round_number: for the workers; without rounds the last is that of
-                the attempt.
-            master: as for `LocalRuntime.open_master`.
+        `on_exit` is called with the local rank and the exit of each worker, after its record has
+        been updated; `on_stuck` once if a worker is in an uninterruptible system call for too long;
+        `on_hung` with the local rank of a worker that is silent for too long, and why.  Without
+        rounds, `round_number` is the attempt's.  `master` is as for `LocalRuntime.open_master`.
         """
         self.attempt = attempt
         self.records: dict[int, WorkerRecord] = {}
@@ -125,8 +116,8 @@ class WorkerGroup:
         Cancellation: spawning goes on; `stop` ends it.
 
         Raises:
-            SpawnError: a worker could not be spawned; it names the local rank.  Those
-                before it run on until `stop`.
+            SpawnError: a worker could not be spawned; names its local rank.  Earlier workers run on
+                until `stop`.
             HostError: the master port cannot be bound.
         """
         try:
@@ -274,8 +265,7 @@ class WorkerGroup:
     async def stop(self, plan: StopPlan, *, leftovers_only: bool = False) -> list[Survivor]:
         """Stop every process of the attempt; return those that could not be killed.
 
-        With `leftovers_only` all workers have exited, and only processes that they left
-        behind are stopped.  Idempotent; safe to call again after cancellation.
+        With `leftovers_only` all workers have exited, and the processes that they left are stopped.
         """
         self._stopped_at = self._stopped_at or time.time()
         survivors: list[Survivor] = []
@@ -287,7 +277,7 @@ class WorkerGroup:
         return survivors
 
     async def _have_leftovers_ended(self, plan: StopPlan) -> bool:
-        """Wait as long as what succeeded workers have left may run; return whether it ended."""
+        """Wait as long as leftovers of successes may run; return whether they have ended."""
         tree = self._tree
         if await tree.forget_if_empty():
             return True
@@ -306,7 +296,7 @@ class WorkerGroup:
         return await tree.linger(plan.linger, self._linger_over)
 
     def _announce_end_of_linger(self, plan: StopPlan) -> StopPlan:
-        """Publish why what workers have left is stopped; return the plan by which it is."""
+        """Publish why leftovers are stopped; return the plan of that stop."""
         why, signal = "the workers had left processes behind", None
         if self._linger_over.done():
             if (stop := self._linger_over.result()) is not None:
@@ -318,17 +308,11 @@ class WorkerGroup:
         return plan
 
     def end_linger(self, stop: StopReceived | None = None) -> None:
-        """Stop what workers have left behind, without waiting for it, by `stop` if given.
-
-        Idempotent.
-        """
+        """Stop leftovers without waiting for them any longer, by `stop` if given."""
         set_result_if_pending(self._linger_over, stop)
 
     async def stop_processes(self, plan: StopPlan) -> list[Survivor]:
-        """Spawn no further worker and stop every process; return those that survive SIGKILL.
-
-        Safe to call again after cancellation.
-        """
+        """Spawn no further worker and stop every process; return those that survive SIGKILL."""
         self._is_abandoned = True
         self._runtime.liveness.end_deadlines()
         await self._end_preparation()
@@ -340,12 +324,8 @@ class WorkerGroup:
         return await self._runtime.stop_processes(plan)
 
     async def close(self) -> None:
-        """Finish the logs; no worker runs any more.
-
-        The store stays: workers of other nodes may use it.
-
-        Idempotent; safe to call again after cancellation.
-        """
+        """Finish the logs; no worker runs any more."""
+        # The store stays: workers of other nodes may use it.
         await self._end_preparation()
         self._runtime.liveness.close_workers()
         self._runtime.output.end_attempt(self.attempt)
@@ -390,10 +370,7 @@ class WorkerGroup:
         return min(ends, key=lambda end: end[1], default=None)
 
     async def result(self) -> AttemptResult:
-        """Return what became of a stopped group.
-
-        It has no failures if all workers that failed are victims of the stop.
-        """
+        """Return the result of a stopped group; victims alone are no failures of it."""
         self.calls = await self._runtime.entrypoint.results()
         failures = await collect_failures(
             self.records.values(),

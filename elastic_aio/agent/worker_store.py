@@ -1,10 +1,10 @@
 """The store at which the workers of one attempt meet, and the ports of those stores.
 
 torch's workers find each other through it (MASTER_ADDR, MASTER_PORT, with
-TORCHELASTIC_USE_AGENT_STORE=True).  Each attempt gets a new one: it holds no keys of
-an attempt that failed, and since the port is bound before it is announced, no other
-process can take it before a worker connects.  The server itself is imported and
-started on the first connection: jobs without torch do not pay for it.
+TORCHELASTIC_USE_AGENT_STORE=True).  Each attempt gets a new store, which holds no keys of an
+attempt that failed.  Its port is bound before it is announced; so no other process can take it
+before a worker connects.  The server is imported and started on the first connection: jobs without
+torch do not pay for it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ MASTER_ADDR = "127.0.0.1"
 
 _REFUSALS_MAX = 8
 _PEER_TIMEOUT_S = 60.0
-_INTRODUCTION_S = 60.0
-"""Seconds for another node to bind the port of the workers' store."""
+_INTRODUCTION_S = 60.0  # for another node to bind the port of the workers' store
 
 
 class WorkerStore:
@@ -46,16 +45,11 @@ class WorkerStore:
         token: str | None = None,
         on_drop: Callable[[Dropped], None] | None = None,
     ) -> None:
-        """Bind `port`, 0 for a free one, at an address of this host.
+        """Bind `port`, 0 for a free one, at an address of this host, or raise HostError.
 
-        Args:
-            port, host: where; no host: all addresses, IPv4 and IPv6.
-            token: serve only this host, and hosts from which an agent has proved the token;
-                torch's clients cannot present one.
-            on_drop: as for `StoreServer`.
-
-        Raises:
-            HostError: the port cannot be bound.
+        Without a `host` these are all addresses, IPv4 and IPv6.  With a `token` the store serves
+        only this host, and hosts from which an agent has proved the token: torch's clients cannot
+        present one.  `on_drop` is as for `StoreServer`.
         """
         self._on_drop = on_drop
         self._token = token
@@ -72,10 +66,7 @@ class WorkerStore:
         return f"<WorkerStore on port {self.port}: {self._server or 'no connection yet'}>"
 
     async def aclose(self) -> None:
-        """Close all connections and free the port, within about a second.
-
-        Idempotent; safe to call again after cancellation.
-        """
+        """Close all connections and free the port, within about a second.  Idempotent."""
         if self._server is None:
             self._acceptor.close()
         else:
@@ -100,11 +91,7 @@ async def bind_store(
     token: str | None = None,
     on_drop: Callable[[Dropped], None] | None = None,
 ) -> WorkerStore:
-    """Return a store at `port`.
-
-    Raises:
-        HostError: the port cannot be bound; names the process that has it, if known.
-    """
+    """Return a store at `port`, or raise HostError with the process that has it, if known."""
     try:
         return WorkerStore(port, host, token, on_drop)
     except HostError as error:
@@ -115,19 +102,13 @@ async def bind_store(
 
 
 class HeldPort:
-    """A free port that is bound here and left to a worker; must be closed.
+    """A free port that is bound here and left to a worker; must be closed."""
 
-    It does not listen, so a server that sets SO_REUSEADDR can bind the port too, as
-    torch's TCPStore does.  The kernel gives it to no other socket that asks for a free
-    port, socket(7).
-    """
+    # It does not listen, so a server that sets SO_REUSEADDR can bind the port too, as torch's
+    # TCPStore does.  The kernel gives it to no other socket that asks for a free port, socket(7).
 
     def __init__(self) -> None:
-        """Bind a free port, on all addresses.
-
-        Raises:
-            HostError: there is no free port.
-        """
+        """Bind a free port, on all addresses, or raise HostError."""
         self._sockets = bind_listeners(None, 0, _PEER_TIMEOUT_S)
         self.port: int = self._sockets[0].getsockname()[1]
 
@@ -135,7 +116,6 @@ class HeldPort:
         return f"<HeldPort {self.port}>"
 
     async def aclose(self) -> None:
-        """Free the port.  Idempotent; safe to call again after cancellation."""
         for held in self._sockets:
             held.close()
 
@@ -152,13 +132,13 @@ class ReservedPort(Struct, frozen=True):
 
 
 class MasterPorts:
-    """The worker stores of this host: that of the current attempt and a reserved one.
+    """The worker stores of this host: for the current attempt, and a reserved one.
 
-    In a job of many nodes each node keeps a port ready for the next round.  Its store
-    is bound before the port is announced, and is used if this node gets group rank 0.
-    A `master_port` that the user chose can serve one round at a time, so it is bound
-    when a round starts here.  A port that was never reserved here belongs to the node
-    that announced it: the workers of a static rendezvous meet at the nodes' own store.
+    In a job of many nodes each node keeps a port ready for the next round.  Its store is bound
+    before the port is announced, and is used if this node gets group rank 0.  A `master_port` that
+    the user chose can serve one round at a time, so it is bound when a round starts here.  A port
+    that was never reserved here belongs to the node that announced it: the workers of a static
+    rendezvous meet at the nodes' own store.
     """
 
     def __init__(
@@ -166,19 +146,18 @@ class MasterPorts:
     ) -> None:
         """Begin without any port.
 
-        `on_refused` is called with a client whose request a store of an attempt has refused,
-        and why; at most `_REFUSALS_MAX` times in an attempt.
+        `on_refused` is called with a client whose request a store of an attempt has refused, and
+        why; at most `_REFUSALS_MAX` times in an attempt.
         """
         self._on_refused = on_refused
-        self.refusals: list[str] = []
-        """What the store of this attempt has refused, each once."""
+        self.refusals: list[str] = []  # of the store of this attempt, each once
         self._fixed_port = spec.master_port
         self._fixed_address = spec.master_addr
         self._host_store = spec.host_store
         self._token = spec.rendezvous.token
         self._introduction: asyncio.Task[None] | None = None
         self._ever_reserved: set[int] = set()
-        self._reserved: list[ReservedPort] = []  # the last one is the current
+        self._reserved: list[ReservedPort] = []  # the last is the current
         self._claimed: list[ReservedPort] = []
         self._unused: list[ReservedPort] = []
         self._serving: WorkerStore | HeldPort | None = None
@@ -188,11 +167,7 @@ class MasterPorts:
         return f"<MasterPorts: next port {ports[-1:]}, now {self._serving}>"
 
     def reserve(self, address: str) -> int:
-        """Return the port for the next round at `address`; the same until it is claimed.
-
-        Raises:
-            HostError: there is no free port.
-        """
+        """Return the port for the next round, the same until it is claimed, or raise HostError."""
         if not self._reserved or self._reserved[-1].address != address:
             reserved = self._reserve_new(address)
             self._reserved.append(reserved)
@@ -218,10 +193,7 @@ class MasterPorts:
         """Return address and port for an attempt whose workers are all on this host.
 
         A store listens there, unless the workers host it themselves (torch's
-        TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
-
-        Raises:
-            HostError: the port cannot be bound.
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).  Raises HostError if the port cannot be bound.
         """
         address = self.address_of(MASTER_ADDR)
         if self._host_store:
@@ -234,18 +206,14 @@ class MasterPorts:
         return address, self._serving.port
 
     def address_of(self, address: str) -> str:
-        """Return the address for MASTER_ADDR: that of the spec, else `address`."""
+        """Return the address for MASTER_ADDR: the spec's, else `address`."""
         return self._fixed_address or address
 
     def _bindable(self, address: str) -> str | None:
         return _bindable(self.address_of(address))
 
     async def serve(self, address: str, port: int) -> None:
-        """Serve the workers of a round in which this node has group rank 0.
-
-        Raises:
-            HostError: the port cannot be bound.
-        """
+        """Serve the workers of a round in which this node has group rank 0, or raise HostError."""
         claimed = self._take(self._claimed, port)
         if claimed is not None and claimed.store is not None:
             self._serving = claimed.store
@@ -262,11 +230,9 @@ class MasterPorts:
             self._on_refused(dropped.peer, dropped.reason)
 
     def introduce(self, address: str, port: int) -> None:
-        """Prove the token to the store of another node, so that it serves this node's workers.
-
-        It sees the address that the workers have, also behind a translation of addresses.
-        Their connections wait until then.
-        """
+        """Prove the token to the store of another node, so that it serves this node's workers."""
+        # The store sees the address that the workers have, also behind a translation of addresses.
+        # Their connections wait until then.
         if self._token is not None and self._host_store:
             work = self._introduce(format_host_port(address, port))
             self._introduction = create_task(work, name="introduction to the workers' store")
@@ -282,7 +248,7 @@ class MasterPorts:
                 pass
 
     def _take(self, pool: list[ReservedPort], port: int) -> ReservedPort | None:
-        """Take a port from a pool; those reserved before it are not used any more."""
+        """Take a port from a pool; ports that were reserved before it are not used any more."""
         for position, reserved in enumerate(pool):
             if reserved.port == port:
                 self._unused += pool[:position]
@@ -291,10 +257,7 @@ class MasterPorts:
         return None
 
     async def end_attempt(self) -> None:
-        """Close the store of the last attempt, and unused ones.
-
-        Idempotent; safe to call again after cancellation.
-        """
+        """Close the store of the last attempt, and unused stores.  Idempotent."""
         if self._introduction is not None:
             await cancel_and_wait([self._introduction])
             self._introduction = None
@@ -308,18 +271,14 @@ class MasterPorts:
             self._unused.pop()
 
     async def aclose(self) -> None:
-        """Close every store.  Idempotent; safe to call again after cancellation."""
         self._unused += self._claimed + self._reserved
         self._claimed, self._reserved = [], []
         await self.end_attempt()
 
 
 def _bindable(address: str) -> str | None:
-    """Return `address` if it can be bound here, else None for all interfaces.
-
-    It cannot be bound if it is translated (NAT), or is a name: resolving that could
-    block.
-    """
+    """Return `address` if it can be bound here, else None for all interfaces."""
+    # It cannot be bound if it is translated (NAT), or is a name, whose resolution could block.
     try:
         family, kind, _, _, sockaddr = socket.getaddrinfo(
             without_idna(address), 0, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST
