@@ -1,4 +1,4 @@
-"""What watches workers: deadlines, timers, idleness, and what those are doing that miss them.
+"""The watch of workers: deadlines, timers, idleness, and the stacks of workers that miss them.
 
 `agent.liveness` loads it when a job has a deadline or a timer, or when a worker reports.
 """

@@ -1,6 +1,6 @@
 """The deadlines of an attempt: of workers that report, and of the timers they acquire; pure.
 
-The words of a report are those of sd_notify(3), and five more::
+The words of a report are from sd_notify(3), and five more::
 
     READY=1                  the worker has started up
     WATCHDOG=1               the worker is alive; WATCHDOG=trigger: it asks to be ended
@@ -13,8 +13,8 @@ The words of a report are those of sd_notify(3), and five more::
     CHANGE_AGREED=n          it agrees to be restarted for the pending change of this number
 
 Every message is a heartbeat.  A shell sends each line as a message of its own.  While a phase with
-a limit lasts, only that limit counts.  Other words are ignored, and so is what is no message: any
-process below a worker may write.
+a limit lasts, only that limit counts.  Other words and texts are ignored: any process below a
+worker may write.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from elastic_aio.ranks import WorkerRanks
 from elastic_aio.spec.liveness import UNFINISHED_S, LivenessSpec
 from elastic_aio.text import one_line
 
-MESSAGE_MAX = 4096
-"""Bytes of a message; a longer one is ignored."""
+MESSAGE_MAX = 4096  # bytes; a longer message is ignored
 _LINES_MAX = 32
 _STATUS_MAX = 200
 _STEP_MAX = 60
@@ -50,21 +49,11 @@ class Phase(Struct):
 
 
 class WorkerReport(Struct):
-    """What one worker has reported about itself; times are in seconds of the job's clock.
+    """The reports of one worker about itself; times are in seconds of the job's clock.
 
-    Attributes:
-        started: when it was started.
-        ready_at: when it was ready; None before.
-        heartbeat_at: when its last message came; None before the first one.
-        step: its last step; empty without one.
-        step_at: when that step began.
-        status: its last status.
-        phases: the phases that have begun, the innermost last.
-        is_stopping: whether it ends.
-        extended_to: before which no deadline ends.
-        is_triggered: whether it has asked to be ended.
-        missed: the deadlines that it has missed since.
-        agreed_change: number of the last pending change to which it agrees; -1 for none.
+    `phases` are the phases that have begun, the innermost last; no deadline ends before
+    `extended_to`; `missed` are the deadlines that it has missed since; `agreed_change` is the
+    number of the last pending change to which it agrees, -1 for none.
     """
 
     started: float
@@ -93,7 +82,7 @@ class WorkerReport(Struct):
 
 
 class WatchedWorker(Protocol):
-    """What the watch of a worker needs of it, and notes about it (see `WorkerRecord`)."""
+    """A worker, as its watch reads it and notes about it (see `WorkerRecord`)."""
 
     ranks: WorkerRanks
     pid: int
@@ -125,7 +114,7 @@ class MissedDeadline(Struct, frozen=True):
     """A worker that was silent for too long, in seconds; `reason` says it for people.
 
     `kind` is "heartbeat", "ready", "progress", "phase", "watchdog" or "exit skew"; `age` and
-    `limit` count from the same time.  `status`, `step` and `phase` are the last ones, or empty.
+    `limit` count from the same time.  `status`, `step` and `phase` are the last, or empty.
     """
 
     local_rank: int
@@ -141,8 +130,8 @@ class MissedDeadline(Struct, frozen=True):
 class WorkerTimer(Struct):
     """A timer that process `pid` acquires, or releases (`until` is None), by the name `scope`.
 
-    `acquired` and `until` are the times between which it counts; `signal` ends the process then,
-    0 or less leaves it alone.
+    `acquired` and `until` are the times between which it counts; `signal` ends the process then, 0
+    or less leaves it alone.
     """
 
     pid: int
@@ -153,30 +142,21 @@ class WorkerTimer(Struct):
 
 
 class DeadlineTable:
-    """The deadlines of one attempt: of workers by local rank, of timers by process and scope.
-
-    Times are in seconds of one clock.
-    """
+    """The deadlines of one attempt, of workers and timers; times are in seconds of one clock."""
 
     def __init__(self, spec: LivenessSpec, *, unfinished_after: float = UNFINISHED_S) -> None:
-        """Begin without workers and timers.
-
-        Workers that run `unfinished_after` seconds after the first success are to be reported.
-        """
+        """Begin; workers that run `unfinished_after` seconds after a success are reported."""
         self.workers: dict[int, WorkerReport] = {}
-        self.agreed_change = -1
-        """Number of the last pending change to which all workers that run agree; -1 for none."""
-        self.peers_finished = 0
-        """How many workers of other nodes have finished, as far as is known."""
-        self.is_stopping = False
-        """Whether workers are being stopped: then no deadline counts but those of timers."""
+        self.agreed_change = -1  # the last pending change to which all running workers agree
+        self.peers_finished = 0  # workers of other nodes that have finished, as far as is known
+        self.is_stopping = False  # then only the deadlines of timers count
         self._spec = spec
         self._unfinished_after = unfinished_after
         self._succeeded_at: float | None = None
         self._has_reported = False
         self._timers: dict[int, dict[str, WorkerTimer]] = {}
         self._timer_count = 0
-        # By time; of the released ones there are not more than of the others, and a few.
+        # By time; has at most as many released timers as others, and a few.
         self._heap: list[tuple[float, int, WorkerTimer]] = []
         self._serial = 0
 
@@ -184,7 +164,6 @@ class DeadlineTable:
         return f"<DeadlineTable of {len(self.workers)} workers, {self._timer_count} timers>"
 
     def add(self, local_rank: int, now: float) -> WorkerReport:
-        """Add a worker that has been started."""
         report = self.workers[local_rank] = WorkerReport(now)
         return report
 
@@ -262,10 +241,8 @@ class DeadlineTable:
     # ---------------------------------------------------------------- timers
 
     def take(self, timer: WorkerTimer) -> bool:
-        """Start a timer, perhaps again, or end it; return False if there are too many.
-
-        The end of none has no effect.
-        """
+        """Start, restart or end a timer; return False if there are too many."""
+        # The end of a timer that does not run has no effect.
         if timer.until is None:
             self._end(timer)
             return True
@@ -307,8 +284,8 @@ class DeadlineTable:
     def expire_timers(self, now: float, limit: int = TIMERS_MAX) -> list[WorkerTimer]:
         """Remove and return the timers that have expired by `now`, `limit` at most.
 
-        Of each process it is one, the earliest that has a signal; its other timers are
-        removed too.
+        Each process has one of them, the earliest that has a signal; its other timers are removed
+        too.
         """
         expired: dict[int, WorkerTimer] = {}
         for _ in range(limit):
@@ -445,7 +422,7 @@ def _reason(item: _Deadline, report: WorkerReport, phase: str) -> str:
 
 
 def _seconds(text: str) -> float | None:
-    """Return microseconds as seconds; None: it is no such number."""
+    """Return microseconds as seconds; None if the text is no such number."""
     number = _number(text)
     return None if number is None else number / 1e6
 

@@ -1,10 +1,10 @@
-"""What the workers are doing right now: Python stacks, and what the kernel shows of them.
+"""What the workers are doing right now: Python stacks, and the kernel's view of them.
 
 A worker that runs in an interpreter of this package, or that has used `elastic_aio.worker`, has
-offered its stacks (`worker.interpreter.offer_stacks`): on a signal its faulthandler writes them
-to a file in its memory, which is read here through /proc.  The signal is sent only to a process
-that has this file open and handles the signal, since it would end any other.  Of the others
-`py-spy` reads the stacks, where it is installed and allowed to.
+offered its stacks (`worker.interpreter.offer_stacks`): on a signal its faulthandler writes them to
+a file in its memory, which is read here through /proc.  The signal would end any other process; so
+it is sent only to a process that has this file open and handles the signal.  The stacks of other
+workers are read by `py-spy`, where it is installed and allowed to.
 
 Everything blocks, in a thread of its own, and for two seconds at most.
 """
@@ -27,8 +27,7 @@ from elastic_aio.stacks import ThreadStack, WorkerStacks, parse_faulthandler, pa
 from elastic_aio.text import one_line
 from elastic_aio.worker.interpreter import STACKS_FILE, STACKS_SIGNAL
 
-_LIMIT_S: Final = 1.8
-"""Seconds for everything; the parse and the file take the rest of two."""
+_LIMIT_S: Final = 1.8  # for everything; the parse and the file take the rest of two seconds
 _FAULTHANDLER_S: Final = 1.0
 _PAUSE_S: Final = 0.005
 _TEXT_MAX: Final = 1 << 20
@@ -67,7 +66,7 @@ class Target(Struct, frozen=True):
 
 
 class _Request(Struct):
-    """Stacks that a worker was asked for: its file, and how long that was before."""
+    """Stacks that a worker was asked for: its file, and the former length of the file."""
 
     descriptor: int
     begin: int

@@ -1,7 +1,7 @@
 """The named pipe by which workers acquire timers, as torch's `FileTimerClient` does.
 
 A request is a line of JSON (see `elastic_aio.worker.timers`).  Any process of the user may write
-into the pipe.  What is no request is left out, and so is what exceeds the limits.
+into the pipe: lines that are no requests, or exceed the limits, are left out.
 """
 
 from __future__ import annotations
@@ -23,12 +23,9 @@ from elastic_aio.errors import HostError
 from elastic_aio.text import error_reason, format_value
 from elastic_aio.watch.deadlines import WorkerTimer
 
-_CHUNK = 4096
-"""How many bytes of the pipe are read in one turn of the event loop."""
-_LINE_MAX = 4096
-"""PIPE_BUF: longer lines are not written whole."""
-_LINE_MIN = 50
-"""The four keys of a request with their punctuation; shorter lines are not decoded."""
+_CHUNK = 4096  # bytes of the pipe that are read in one turn of the event loop
+_LINE_MAX = 4096  # PIPE_BUF: longer lines are not written whole
+_LINE_MIN = 50  # the four keys of a request with their punctuation; shorter lines are not decoded
 _SCOPE_MAX = 1000
 _HIGHEST_PID = 1 << 22
 _HIGHEST_SIGNAL = 64
@@ -39,16 +36,15 @@ class TimerRequests:
     """Reads requests from any parts of the stream of bytes; pure."""
 
     def __init__(self) -> None:
-        """Begin at the begin of a line."""
-        self.rejected = ""
-        """Why something was left out, the first time; empty if nothing was."""
+        self.rejected = ""  # why something was left out, the first time; else empty
         self._rest = b""
         self._is_skipping = False
 
     def feed(self, data: bytes, now: float, wall: float) -> Iterator[WorkerTimer]:
         """Yield the timers of the requests whose lines end in `data`.
 
-        `now` is the time in which they are kept, `wall` the same in Unix time, that of requests.
+        `now` is the present time by the clock of the timers, `wall` by the clock of requests, Unix
+        time.
         """
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
@@ -65,7 +61,6 @@ class TimerRequests:
             self.rejected = why if line is None else f"{why}: {format_value(line)}"
 
     def forget(self) -> None:
-        """Drop the begin of a line."""
         self._rest, self._is_skipping = b"", False
 
     def _read(self, line: bytes, now: float, wall: float) -> WorkerTimer | None:
@@ -100,19 +95,16 @@ class TimerPipe:
     """The pipe of one job on this host; must be closed."""
 
     def __init__(self, path: bool | str, on_bytes: Callable[[bytes], None]) -> None:
-        """Make the pipe at a path, or (True) in the temporary directory, and read from it.
+        """Make the pipe at a path, or (True) in the temporary directory, or raise HostError.
 
-        `on_bytes` is called with all that comes.
-
-        Raises:
-            HostError: the pipe cannot be made, or another process reads from one there.
+        No other process may read from it there.  `on_bytes` is called with all that comes.
         """
         own = f"{tempfile.gettempdir()}/watchdog_timer_{os.urandom(16).hex()}"
         self.path = path if isinstance(path, str) else own
         self._on_bytes = on_bytes
         self._status: os.stat_result | None = None
         self._descriptor = -1
-        # Of the bytes that were in the pipe when `read_all` was called: how many are not read yet.
+        # Bytes that were in the pipe when `read_all` was called, and are not read yet.
         self._ahead = 0
         self._then: Callable[[], None] = lambda: None
         try:
@@ -137,7 +129,7 @@ class TimerPipe:
             then()
 
     def forget(self) -> None:
-        """Drop what is in the pipe, of former workers."""
+        """Drop the bytes of former workers that are in the pipe."""
         with contextlib.suppress(BlockingIOError):  # a worker may read from the pipe
             os.read(self._descriptor, self._count_unread())
         self._ahead = 0
@@ -172,11 +164,7 @@ class TimerPipe:
 
 
 def _remove_abandoned(path: str) -> None:
-    """Remove a pipe that a launcher has left that was killed.
-
-    Raises:
-        OSError: a process reads from the pipe, or it cannot be removed.
-    """
+    """Remove a pipe that a killed launcher has left, or raise OSError: a process reads from it."""
     if not (os.path.lexists(path) and stat.S_ISFIFO(os.lstat(path).st_mode)):
         return
     try:

@@ -1,9 +1,9 @@
 """Reports workers that are silent or stuck, examines them, and ends those that have to end.
 
-One alarm is set to the first of all deadlines.  A missed one is an event at once.  Then the stacks
-of all workers are read, before anything ends them.  By the policy of the job the attempt fails, or
-a worker that has not released a timer gets the timer's signal, and so does the process below it
-that has acquired the timer.
+The alarm is set to the first of all deadlines.  A missed deadline is an event at once.  Then the
+stacks of all workers are read, before anything ends them.  By the policy of the job the attempt
+fails; or, if a timer was not released, the timer's signal goes to its worker and to the process
+below it that has acquired the timer.
 """
 
 from __future__ import annotations
@@ -43,14 +43,10 @@ from elastic_aio.watch.deadlines import (
 from elastic_aio.watch.forensics import Target, read_stacks
 from elastic_aio.watch.timer_pipe import TimerPipe, TimerRequests
 
-_EXPIRED_MAX = 256
-"""How many timers expire in one turn of the event loop."""
-_LOOKS_AT_IDLE = 4
-"""How often the workers are looked at within the time that they may be idle."""
-_LOOKS_AT_STUCK = 8
-"""How often a worker is looked at within the time that it may hang."""
-_IDLE_SHARE = 0.01
-"""The share of a CPU that an idle worker may use: libraries have threads that look around."""
+_EXPIRED_MAX = 256  # timers that expire in one turn of the event loop
+_LOOKS_AT_IDLE = 4  # at the workers, within the time that they may be idle
+_LOOKS_AT_STUCK = 8  # at a worker, within the time that it may hang
+_IDLE_SHARE = 0.01  # of a CPU that an idle worker may use: libraries have threads that look around
 
 Activity = Mapping[int, tuple[int, int]]
 """CPU time in ticks and bytes written, by pid."""
@@ -75,15 +71,7 @@ class Watchdog:
     ) -> None:
         """Prepare; `begin_attempt` follows.
 
-        Args:
-            spec: the limits.
-            clock: measures them; they stand still while the job is suspended.
-            publish: called with every event.
-            tree: returns all processes of the job.
-            directory: returns the log directory of an attempt; None for none.
-            read_messages: reads what workers have sent by now.
-            on_agreed, on_hung, on_stuck: as those of `Liveness`.
-            unfinished_after: as for `DeadlineTable`.
+        `read_messages` reads what workers have sent by now.  Other arguments are as for `Liveness`.
         """
         self.pipe: TimerPipe | None = None
         self._spec = spec
@@ -115,17 +103,13 @@ class Watchdog:
         return f"<Watchdog of attempt {self._attempt}, {self._table!r}>"
 
     def open_timers(self, where: bool | str) -> None:
-        """Make the pipe by which workers acquire timers, at a path or in a temporary directory.
-
-        Raises:
-            HostError: the pipe cannot be made.
-        """
+        """Make the pipe of the timers at a path or in a temporary directory, or raise HostError."""
         self.pipe = TimerPipe(where, self._on_requests)
 
     # ------------------------------------------------------------ an attempt
 
     def begin_attempt(self, attempt: int, workers: Mapping[int, WatchedWorker]) -> None:
-        """Forget the former attempt; `workers` are those of this one, now or later."""
+        """Forget the former attempt; `workers` belong to this attempt, now or later."""
         self._attempt, self._workers = attempt, workers
         self._missed.clear()
         self._table = self._make_table()
@@ -138,8 +122,7 @@ class Watchdog:
     def start_polls(self, uninterruptible_timeout: float | None) -> None:
         """Begin to look at the workers of the attempt, if they may not be idle or stuck.
 
-        Args:
-            uninterruptible_timeout: seconds that one may be stuck in the kernel; None: any time.
+        `uninterruptible_timeout`: seconds that a worker may be stuck in the kernel; None: any time.
         """
         self._polls = [poll for poll in self._polls if not poll.done()]
         if (seconds := self._spec.idle_report) is not None:
@@ -157,13 +140,11 @@ class Watchdog:
         self._set_alarm(self._table.deadline_of(local_rank))
 
     def on_started(self, worker: WatchedWorker) -> None:
-        """Note that a worker has been started, which may have reported already."""
         worker.report = self._table.workers.get(worker.ranks.local_rank)
         if worker.report is not None and worker.report.ready_at is not None:
             self._report_ready(worker)
 
     def on_message(self, local_rank: int, message: bytes) -> None:
-        """Take a message of a worker."""
         has_become_ready = self._table.feed(local_rank, message, self._clock.now())
         if has_become_ready and (worker := self._workers.get(local_rank)) is not None:
             self._report_ready(worker)
@@ -171,7 +152,6 @@ class Watchdog:
         self._note_agreement()
 
     def on_exited(self, local_rank: int, *, is_success: bool) -> None:
-        """End the deadlines of a worker that has exited."""
         if self._table.remove(local_rank, self._clock.now(), is_success=is_success):
             self._set_alarm(self._table.next_deadline)
         self._note_agreement()
@@ -189,7 +169,6 @@ class Watchdog:
             poll.cancel()
 
     async def aclose(self) -> None:
-        """Close everything.  Idempotent; safe to call again after cancellation."""
         self.end_deadlines()
         if self._alarm is not None:
             self._alarm.cancel()
@@ -214,7 +193,7 @@ class Watchdog:
         if self._requests.rejected and not self._has_reported_rejected:
             self._has_reported_rejected = True
             self._publish(TimerRejected(attempt=self._attempt, why=self._requests.rejected))
-        self._set_alarm(self._table.next_timer)  # those of workers are the same
+        self._set_alarm(self._table.next_timer)  # the deadlines of workers are the same
 
     # ------------------------------------------------------------- deadlines
 
@@ -269,15 +248,13 @@ class Watchdog:
         worker = self._workers.get(first.local_rank)
         who = f"rank {worker.ranks.rank}" if worker else f"local rank {first.local_rank}"
         await self.dump(f"{who}: {first.reason}")
-        self._missed.clear()  # the dump has the stacks of those that were missed since, too
+        self._missed.clear()  # the dump has the stacks of later misses too
         if self._spec.on_timeout == "fail" and attempt == self._attempt:
             self._on_hung(first.local_rank, first.reason)
 
     async def _end_expired(self) -> None:
-        """Report the expired timers, examine the workers, and end those that have the timers.
-
-        One scan is for all timers of processes below the workers that wait for one.
-        """
+        """Report the expired timers, examine the workers, and end the owners of the timers."""
+        # One scan is for all timers of processes below the workers that wait for a timer.
         timers, self._expired = self._expired, []
         owners = {worker.pid: worker for worker in self._workers.values()}
         below: dict[int, proc.ProcEntry] = {}
@@ -313,13 +290,10 @@ class Watchdog:
     async def dump(self, reason: str) -> StackDump:
         """Read the stacks of all workers of the present attempt, for two seconds at most.
 
-        They go to `stacks.txt` in the directory of the attempt, to an event, and to the
-        failures of the workers.
+        They go to `stacks.txt` in the directory of the attempt, to an event, and to the failures of
+        the workers.
 
         Cancellation: leaves a thread running, which ends by itself.
-
-        Args:
-            reason: why, for people.
         """
         async with self._dumping:
             self._read_messages()
@@ -508,11 +482,9 @@ def _is_idle(former: Activity, present: Activity, seconds: float) -> bool:
 async def find_stuck(
     seconds: float, running: Callable[[], Sequence[WatchedWorker]]
 ) -> WatchedWorker:
-    """Return the first worker that is in one uninterruptible system call for `seconds`.
-
-    That is state D of proc_pid_status(5).  Such a call waits for a device or a file server, and
-    no signal ends it.
-    """
+    """Return the first worker that is in one uninterruptible system call for `seconds`."""
+    # That is state D of proc_pid_status(5).  Such a call waits for a device or a file server, and
+    # no signal ends it.
     former: dict[int, tuple[list[bytes], float]] = {}
     while True:
         now = time.monotonic()
@@ -530,10 +502,8 @@ async def find_stuck(
 
 
 def _uninterruptible_wait(pid: int) -> list[bytes] | None:
-    """Return what is the same while the main thread is in one wait; None: in no state D.
-
-    These are its counts of context switches, by which the kernel finds hung tasks too.
-    """
+    """Return the counts of context switches of a main thread in state D; None in another state."""
+    # They are the same while it is in one wait: the kernel finds hung tasks by them too.
     try:
         status = proc.read_status(pid)
     except OSError:
