@@ -1,9 +1,9 @@
 """Asyncio primitives of this package: shielded work, threads, notification, streams, a clock.
 
-The public functions can be called from asyncio and from anyio code, so cancellation arrives in
-two ways: once per native `Task.cancel()`, or at every await inside a cancelled anyio scope.
-anyio is used here, and only here, to be correct under both: a shielded `CancelScope` keeps the
-second kind away from a teardown that must complete.
+The public functions can be called from asyncio and from anyio code, so cancellation arrives in two
+ways: once per native `Task.cancel()`, or at every await inside a cancelled anyio scope.  anyio is
+used here, and only here, to be correct under both: a shielded `CancelScope` keeps the second kind
+away from a teardown that must complete.
 
 Files on disks are read through aiofiles (`read_file`), all other blocking calls are made by
 `run_in_thread`.  Both packages are imported when first needed: anyio's asyncio backend alone takes
@@ -36,12 +36,10 @@ _loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, int] = weakref.Weak
 
 
 def separate_in_forks(until: asyncio.Future[None]) -> None:
-    """Give the copy of the loop in each fork of this process an epoll set of its own.
-
-    A fork shares the set with its parent (epoll(7)).  If it closes its copy of the loop, as
-    `sys.exit` in a coroutine does, it would remove all that the parent waits for.  A copy of
-    its own wakes up for nothing, so a fork can go on with the loop only after `until`.
-    """
+    """Give the copy of the loop in each fork of this process an epoll set of its own."""
+    # A fork shares the set with its parent (epoll(7)).  If the fork closes its copy of the loop, as
+    # `sys.exit` in a coroutine does, it would remove all that the parent waits for.  An own set
+    # reports nothing, so a fork can go on with the loop only after `until`.
     loop = until.get_loop()
     _loops[loop] = _loops.get(loop, 0) + 1
     until.add_done_callback(_share_with_forks)
@@ -56,7 +54,7 @@ def _share_with_forks(done: asyncio.Future[None]) -> None:
 
 def _separate_loops() -> None:
     for loop in _loops:
-        # Neither asyncio nor uvloop has a public way to the set: what lacks these names stays.
+        # Neither asyncio nor uvloop has a public way to the set; without these names it stays.
         get_descriptor = getattr(loop, "_get_backend_id", None)  # uvloop
         if get_descriptor is None:
             get_descriptor = getattr(getattr(loop, "_selector", None), "fileno", None)
@@ -75,7 +73,7 @@ os.register_at_fork(after_in_child=_separate_loops)
 class ForkGuard:
     """Says whether this is a copy in a fork of the process in which it was made.
 
-    What it guards is then the parent's: a copy signals, reaps and closes nothing.
+    A copy signals, reaps and closes nothing: all of that is the parent's.
     """
 
     def __init__(self) -> None:
@@ -88,11 +86,8 @@ class ForkGuard:
 
 
 def running_loop() -> asyncio.AbstractEventLoop:
-    """Return the running event loop; public entry points call it before they do anything.
-
-    Raises:
-        RuntimeError: this code is not run by asyncio, but by trio for example.
-    """
+    """Return the running event loop; RuntimeError if trio runs this code, for example."""
+    # Public entry points call it before they do anything.
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
@@ -106,17 +101,15 @@ def wall_clock() -> float:
 
 
 def monotonic_clock() -> float:
-    """Return seconds by the monotonic clock of this host, now.
-
-    The time of a uvloop is that of its last iteration.  A simulated host has no other
-    clock than its loop.
-    """
+    """Return seconds by the monotonic clock of this host, now."""
+    # The time of a uvloop is the start of its last iteration.  A simulated host has no other clock
+    # than its loop.
     loop = asyncio.get_running_loop()
     return loop.time() if hasattr(loop, "wall_clock") else time.monotonic()
 
 
 def random_bytes(size: int) -> bytes:
-    """Return bytes for a name or a secret; those of a simulated loop repeat with its seed."""
+    """Return bytes for a name or a secret; the bytes of a simulated loop repeat with its seed."""
     source: Callable[[int], bytes]
     source = getattr(asyncio._get_running_loop(), "random_bytes", os.urandom)
     return source(size)
@@ -125,14 +118,10 @@ def random_bytes(size: int) -> bytes:
 async def run_shielded(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run the coroutine that `start` makes to its end, however often the caller is cancelled.
 
-    A closing event loop cancels every task, the one that runs the coroutine included;
-    then a new coroutine is started.  It must therefore be idempotent, and it must be
-    bounded in time.
+    A closing event loop cancels every task, the task of the coroutine too; then another coroutine
+    is started.  So the coroutine must be idempotent, and bounded in time.  Its exception is raised.
 
     Cancellation: raised after the coroutine has ended; in a fork at once.
-
-    Raises:
-        Exception: raised by the coroutine.
     """
     fork = ForkGuard()
     task = create_task(start())
@@ -154,15 +143,14 @@ async def run_shielded(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 async def wait_shielded(future: asyncio.Future[Any]) -> None:
-    """Wait until `future` is done, however often the caller is cancelled meanwhile.
-
-    Two protections are needed at once.  A native `Task.cancel()` is answered by waiting
-    again.  Inside a cancelled anyio scope that loop would spin, since anyio raises its
-    cancellation anew at every await; so the wait is also under an anyio shield.  A
-    scope can exist only if anyio has been imported, hence the check of `sys.modules`.
+    """Wait until `future` is done, however often the caller is cancelled before.
 
     Cancellation: raised after `future` is done; in a fork at once.
     """
+    # Two protections are needed at once.  A native `Task.cancel()` is answered by waiting again.
+    # Inside a cancelled anyio scope that loop would spin, since anyio raises its cancellation anew
+    # at every await; so the wait is also under an anyio shield.  A scope can exist only if anyio
+    # has been imported, hence the check of `sys.modules`.
     fork = ForkGuard()
     cancelled: asyncio.CancelledError | None = None
     with _anyio_shield():
@@ -188,12 +176,12 @@ def _anyio_shield() -> contextlib.AbstractContextManager[object]:
 async def run_in_thread(function: Callable[[*Ts], T], *args: *Ts, daemon: bool = False) -> T:
     """Run a blocking function in a new thread; without one to be had, run it here.
 
-    The loop's default executor is not used: its threads would outlive the job.  The program
-    does not wait for a `daemon` thread when it exits: for calls that may block for long, such as
-    a resolver that does not answer.
+    The program does not wait for a `daemon` thread when it exits: for calls that may block for
+    long, such as a resolver that does not answer.
 
     Cancellation: leaves the thread running; its result is dropped.
     """
+    # The loop's default executor is not used: its threads would outlive the job.
     executor = _ThreadPerCall(daemon=daemon)
     result = await asyncio.wrap_future(executor.submit(function, *args))
     executor.shutdown()
@@ -201,12 +189,9 @@ async def run_in_thread(function: Callable[[*Ts], T], *args: *Ts, daemon: bool =
 
 
 async def read_file(path: str, offset: int = 0, size: int = -1) -> bytes:
-    """Read `size` bytes of a file off the loop: a disk may be slow, or not answer at all.
+    """Read `size` bytes of a file off the loop, or raise OSError: a disk may be slow or silent.
 
-    Cancellation: leaves a thread that a disk blocks running; it ends with the program.
-
-    Raises:
-        OSError: the file cannot be read.
+    Cancellation: a thread that a disk blocks runs on; it ends with the program.
     """
     import aiofiles
 
@@ -224,20 +209,18 @@ async def read_file(path: str, offset: int = 0, size: int = -1) -> bytes:
 
 
 def read_cached(descriptor: int, offset: int, size: int) -> bytes | None:
-    """Read a part of an open file, if the page cache has its beginning; does not block.
+    """Read a part of an open file, if the page cache has its beginning, or raise OSError.
 
-    A thread costs more than the copy of some hundred kilobytes, and on a busy host it may
-    begin to run much later.  Returns `size` bytes or fewer, none only at the end of the file;
-    None if the disk has to be asked, or if the file system cannot say.
-
-    Raises:
-        OSError: the file cannot be read.
+    Returns `size` bytes or fewer, none only at the end of the file; None if the disk has to be
+    asked, or if the file system cannot say.  Does not block.
     """
+    # A thread costs more than the copy of some hundred kilobytes, and on a busy host it may begin
+    # to run much later.
     buffer = bytearray(size)
     try:
         count = os.preadv(descriptor, [buffer], offset, os.RWF_NOWAIT) if size else 0
     except OSError as error:
-        # The latter is that of file systems without such reads, such as tmpfs.
+        # The latter is from file systems without such reads, such as tmpfs.
         if error.errno in (errno.EAGAIN, errno.EOPNOTSUPP):
             return None
         raise
@@ -278,19 +261,14 @@ class _ThreadPerCall(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Wait for the threads: each has delivered its result and is about to end.
-
-        A process that forks should have no other thread (fork(2)).
-        """
+        """Wait for the threads, which are about to end: a process that forks should have none."""
         for thread in self._threads:
             thread.join()
 
 
 def create_task(work: Coroutine[Any, Any, T], name: str | None = None) -> asyncio.Task[T]:
-    """Start a task that the caller keeps, awaits and cancels.
-
-    Each call names one owner; a task without an owner is a bug (RUF006).
-    """
+    """Start a task that the caller keeps, awaits and cancels."""
+    # Each call names one owner; a task without an owner is a bug (RUF006).
     return asyncio.get_running_loop().create_task(work, name=name)
 
 
@@ -305,10 +283,8 @@ async def cancel_and_wait(tasks: Collection[asyncio.Task[Any]]) -> None:
 
 
 async def first_result(work: list[Coroutine[Any, Any, T]]) -> T:
-    """Run coroutines until one ends; return its result, or raise its error.
-
-    Of several that end at once, one that has failed is preferred: its error says why.
-    """
+    """Run coroutines until one ends; return its result, or raise its error."""
+    # If several end at once, a failure is preferred: its error says why.
     if len(work) == 1:
         return await work[0]
     tasks = [create_task(one) for one in work]
@@ -322,7 +298,6 @@ async def first_result(work: list[Coroutine[Any, Any, T]]) -> T:
 
 
 async def wait_forever() -> Never:
-    """Wait until the task is cancelled."""
     await asyncio.get_running_loop().create_future()
     raise AssertionError
 
@@ -330,8 +305,8 @@ async def wait_forever() -> Never:
 class Notifier:
     """Wakes the tasks of one loop that wait for a change of some state.
 
-    A condition variable without a lock: tasks of one loop need none.  A notification
-    is not remembered, so a waiter checks the state, waits, and checks again::
+    A condition variable without a lock: tasks of one loop need none.  A notification is not
+    remembered, so a waiter checks the state, waits, and checks again::
 
         while not self._unread:
             await self._changed.wait()
@@ -355,7 +330,6 @@ class Notifier:
             del self._waiters[future]
 
     def notify_all(self) -> None:
-        """Wake all tasks that wait now."""
         for future in self._waiters:
             set_result_if_pending(future, None)
 
@@ -369,8 +343,8 @@ def set_result_if_pending(future: asyncio.Future[T], value: T) -> None:
 def when_all_done(futures: Iterable[asyncio.Future[Any]]) -> asyncio.Future[None]:
     """Return a future that is done when all of `futures` are; it never fails.
 
-    Unlike `asyncio.gather` it leaves them alone when it is cancelled, and it costs one
-    callback each, however often it is awaited.
+    Unlike `asyncio.gather` it leaves them alone when it is cancelled, and it costs one callback
+    each, however often it is awaited.
     """
     result: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     pending = set(futures)
@@ -390,32 +364,28 @@ def when_all_done(futures: Iterable[asyncio.Future[Any]]) -> asyncio.Future[None
 class EventHistory(Generic[T]):
     """A stream with one writer and many readers, which `close` ends.
 
-    A reader has a position, not a queue.  The writer never waits, an idle reader costs nothing,
-    and a reader that falls behind the kept items gets the number of items that it missed.  The
-    last item is always kept, so every reader gets the end.
+    A reader has a position, not a queue.  The writer never waits, an idle reader costs nothing, and
+    a reader that falls behind the kept items gets the number of items that it missed.  The last
+    item is always kept, so every reader gets the end.
     """
 
     def __init__(self, keep: int, on_gap: Callable[[int, int], T]) -> None:
         """Keep the last `keep` items.
 
-        `on_gap` makes the item that stands for dropped ones; it is called with their number
-        and the position of the oldest kept item.
+        `on_gap` makes the item that stands for dropped items, from their number and the position of
+        the oldest kept item.
         """
         self._items: deque[T] = deque(maxlen=keep)
         self._on_gap = on_gap
-        self.count = 0
-        """How many items were ever added, which is the position of the next one."""
+        self.count = 0  # items that were ever added: the position of the next item
         self.is_closed = False
-        """Whether the stream has ended."""
-        self.changed = Notifier()
-        """Notified of each item, and of the end."""
+        self.changed = Notifier()  # notified of each item, and of the end
 
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else "open"
         return f"<EventHistory {state} after {self.count} items, {len(self._items)} kept>"
 
     def append(self, item: T) -> None:
-        """Add an item and wake the readers."""
         self._items.append(item)
         self.count += 1
         self.changed.notify_all()
@@ -426,7 +396,6 @@ class EventHistory(Generic[T]):
         self.changed.notify_all()
 
     def read(self, start: int = 0) -> EventReader[T]:
-        """Return a reader that starts at position `start`."""
         return EventReader(self, start)
 
     def at(self, position: int) -> tuple[T, int] | None:
@@ -442,11 +411,10 @@ class EventHistory(Generic[T]):
 class EventReader(Generic[T]):
     """An async iterator over an `EventHistory`.
 
-    It is a class and not an async generator, so that breaking out of `async for` leaves
-    no suspended frame.
-
     Cancellation: loses no item.
     """
+
+    # No async generator, so that breaking out of `async for` leaves no suspended frame.
 
     def __init__(self, history: EventHistory[T], start: int) -> None:
         self._history = history
@@ -473,18 +441,16 @@ class EventReader(Generic[T]):
 
 
 class PausableClock:
-    """A monotonic clock, in seconds, that stands still while the job is suspended.
+    """A monotonic clock, in seconds, that stands still while the job is suspended."""
 
-    Deadlines of a job that Ctrl-Z has suspended must not all expire when it resumes.
-    `loop.time()` runs on meanwhile, so `skip` subtracts the time of the suspension.
-    """
+    # Deadlines of a job that Ctrl-Z has suspended must not all expire when it resumes.
+    # `loop.time()` does not stand still, so `skip` subtracts the time of the suspension.
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._paused_s = 0.0
 
     def now(self) -> float:
-        """Return the present time, suspensions left out."""
         return self._loop.time() - self._paused_s
 
     def skip(self, seconds: float) -> None:
@@ -492,15 +458,11 @@ class PausableClock:
         self._paused_s += seconds
 
     async def sleep(self, seconds: float) -> None:
-        """Wait until `seconds` of this clock have passed."""
         never = asyncio.get_running_loop().create_future()
         await self.wait_for(never, seconds=seconds)
 
     async def wait_for(self, *futures: asyncio.Future[Any], seconds: float) -> bool:
-        """Wait until one of `futures` is done; return False after `seconds` of this clock.
-
-        The futures are neither cancelled nor read.
-        """
+        """Wait until one of `futures` is done, but read none; return False after `seconds`."""
         end = self.now() + seconds
         while not any(future.done() for future in futures) and (left := end - self.now()) > 0:
             await asyncio.wait(futures, timeout=left, return_when=asyncio.FIRST_COMPLETED)

@@ -33,10 +33,7 @@ class ElasticAioError(Exception):
 
 
 class SpecError(ElasticAioError, ValueError):
-    """A setting cannot be accepted.
-
-    The message is one line: `field: problem (got value)`.
-    """
+    """A setting cannot be accepted; the message is one line: `field: problem (got value)`."""
 
     def __init__(self, field: str, value: object, problem: str) -> None:
         """Name the `field` as the caller wrote it, its `value`, and the `problem` with it."""
@@ -66,8 +63,8 @@ class SpawnError(ElasticAioError):
             message: one line.
             permanent: whether another attempt cannot help: the command is missing or not
                 executable, or its directory is gone.
-            exit_code: what a shell would report: 127 for a missing command, 126 for one
-                that cannot be executed, 1 for a lack of resources.
+            exit_code: a shell's code: 127 for a missing command, 126 for a command that cannot be
+                executed, 1 for a lack of resources.
             local_rank: the worker.
         """
         super().__init__(message, permanent, exit_code, local_rank)
@@ -90,8 +87,8 @@ class StoreClosed(StoreError):
 class StoreLost(StoreError):
     """The connection broke before the reply arrived, or the store is unreachable.
 
-    Only operations that modify the store fail as soon as the connection breaks: they may
-    have been carried out or not.  Reads are sent again.
+    Only operations that modify the store fail as soon as the connection breaks: they may have been
+    carried out or not.  Reads are sent again.
     """
 
 

@@ -1,6 +1,6 @@
 """Every event of a run: a frozen value with one sentence, and one effect on the status.
 
-Those of the nodes are in `node_events`, which a job of one node does not load.
+The events of nodes are in `node_events`, which a job of one node does not load.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ else:
 
 
 _HOMES: Final = (__name__, "elastic_aio.node_events", "elastic_aio.status")
-_SHOWN_MAX = 8
-"""Pids or ranks in a sentence."""
+_SHOWN_MAX = 8  # pids or ranks in a sentence
 _LEFTOVERS_SHOWN = 5
 
 
@@ -136,7 +135,7 @@ class WorkerStarted(Event, frozen=True, kw_only=True):
 class WorkerExited(Event, frozen=True, kw_only=True):
     """The process `pid` of a worker has exited as `status` says; its children may still run.
 
-    `rank` is the worker's global rank, `local_rank` the one on this node.
+    `rank` is the worker's global rank, `local_rank` its rank on this node.
     """
 
     rank: int
@@ -200,7 +199,7 @@ class Restarting(Event, frozen=True, kw_only=True):
     delay: float
     """Seconds until the attempt begins."""
     restarts: int
-    """Restarts after failures so far, this one included if it follows a failure."""
+    """Restarts after failures so far, including this restart if it follows a failure."""
     returned: int = 0
     """How many of them no longer count: a healthy attempt came later; 0 after a request."""
 
@@ -228,7 +227,7 @@ class StopRequested(Event, frozen=True, kw_only=True):
     signal: int | None = None
     """The signal that the launcher received, or was asked for, if that is the reason."""
     is_ordered: bool = False
-    """Whether the rendezvous is: another node leaves, fails or joins, or no store answers."""
+    """Whether the rendezvous wants it: another node leaves, fails or joins, or no store answers."""
 
     @property
     def level(self) -> int:
@@ -243,9 +242,9 @@ class StopRequested(Event, frozen=True, kw_only=True):
 
 
 class LeftoversFound(Event, frozen=True, kw_only=True):
-    """The workers have succeeded, and processes that they have started still run.
+    """The workers have succeeded, and processes that they have started (`pids`) still run.
 
-    The processes `pids` are stopped after `linger` seconds.
+    They are stopped after `linger` seconds.
     """
 
     pids: tuple[int, ...]
@@ -304,13 +303,13 @@ class WorkerAbandoned(Event, frozen=True, kw_only=True):
 class SignalForwarded(Event, frozen=True, kw_only=True):
     """`signal` was forwarded to workers, given by the pids of their leaders.
 
-    Of a worker whose leader is a shell without a handler, the program gets it that the shell runs.
+    If the leader of a worker is a shell without a handler, the program that the shell runs gets it.
     """
 
     signal: int
     pids: tuple[int, ...]
     unhandled: tuple[int, ...] = ()
-    """Those that had no handler for it: if also in `pids`, its default action ends them."""
+    """Leaders that had no handler for it: if also in `pids`, its default action ends them."""
 
     @property
     def level(self) -> int:
@@ -403,9 +402,9 @@ class DeadlineMissed(Event, frozen=True, kw_only=True):
 
 
 class WorkerActivity(Struct, frozen=True, kw_only=True):
-    """What the worker `rank` was doing: what `/proc` shows of its main thread.
+    """The state in `/proc` of the main thread of the worker `rank`.
 
-    It is `local_rank` on this node, and the process `pid`.
+    The worker is `local_rank` on this node, and the process `pid`.
     """
 
     rank: int
@@ -424,7 +423,7 @@ class WorkerActivity(Struct, frozen=True, kw_only=True):
 class WorkersIdle(Event, frozen=True, kw_only=True):
     """No worker of this node has used CPU time or written anything for `seconds`.
 
-    `workers` are those of the present attempt.
+    `workers` belong to the present attempt.
     """
 
     seconds: float
@@ -442,9 +441,8 @@ class WorkersIdle(Event, frozen=True, kw_only=True):
 class WorkersUnfinished(Event, frozen=True, kw_only=True):
     """Workers of this node still run although the first has exited with 0 some time ago.
 
-    `finished` is how many have exited with 0: of this node, and of other nodes all of whose
-    workers have.  `running` are the ranks of those of this node that run.  Reported once for
-    each attempt.
+    `finished` is how many have exited with 0: of this node, and of other nodes all of whose workers
+    have.  `running` are the ranks of this node's workers that run.  Reported once for each attempt.
     """
 
     seconds: float
@@ -490,8 +488,8 @@ class GuardianRestarted(Event, frozen=True, kw_only=True):
 class GuardianLost(Event, frozen=True, kw_only=True):
     """The guardian process exited, and `why` another one does not start.
 
-    Attempts go on, up to a minute apart; `GuardianRestarted` reports success.  Until then
-    nothing ends the job if the launcher is killed.
+    Attempts go on, up to a minute apart; `GuardianRestarted` reports success.  Until then nothing
+    ends the job if the launcher is killed.
     """
 
     why: str

@@ -1,9 +1,9 @@
 """Groups of processes without a restart policy, for programs with an event loop.
 
-`BareGroup` runs one attempt of workers that differ by rank, with what `launch` uses: the guardian,
-the process tree, descriptors for output, results in memory files.  The rest of this module gives
-it two interfaces of torch: `start_processes`, and `spawn`.  `elastic_aio.multiprocessing` exports
-them; `elastic_aio.sync` has them for scripts.
+`BareGroup` runs one attempt of workers that differ by rank, with the guardian, the process tree,
+descriptors for output and memory files for results, as `launch` does.  The rest of this module
+gives it two interfaces of torch: `start_processes`, and `spawn`.  `elastic_aio.multiprocessing`
+exports them; `elastic_aio.sync` has them for scripts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from elastic_aio.spec.job import Command, Function, LaunchSpec, NumaMode, StartM
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.spec.stop import DEFAULT_GRACE, SignalSpec, StopPlan, StopStep
 
-_SPAWN_GRACE_S = 30.0  # that of torch's `spawn`
+_SPAWN_GRACE_S = 30.0  # as in torch's `spawn`
 
 
 # ------------------------------------------------------------------------ the group
@@ -72,7 +72,6 @@ class BareGroup:
         return f"<BareGroup {self.name}: {exited} of {count} have exited>"
 
     async def start(self) -> None:
-        """Start every worker (see `GroupContext`)."""
         if self._is_entered:
             raise ValueError("a group of processes is started once; make another one")
         self._is_entered = True
@@ -90,11 +89,9 @@ class BareGroup:
             raise
 
     def on_exit(self, listener: Callable[[WorkerExited], None]) -> None:
-        """Call `listener` for each worker that exits from now on."""
         self._exit_listeners.append(listener)
 
     def send_signal(self, local_rank: int, number: int) -> None:
-        """Send a signal to one worker, if it runs."""
         self._running.send(number, self.records[local_rank].pid)
 
     async def handle_signals(
@@ -106,7 +103,6 @@ class BareGroup:
     # --------------------------------------------------------------- questions
 
     def check_started(self) -> None:
-        """Raise a RuntimeError if `start` has not been called."""
         if not self._is_entered:
             raise RuntimeError("not started: use `async with start_processes(...)`")
 
@@ -117,17 +113,14 @@ class BareGroup:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of the group is left and everything is released."""
         return self._driver is not None and self._driver.done.done()
 
     @property
     def records(self) -> dict[int, WorkerRecord]:
-        """The workers that have been started, by local rank."""
         driver = self._driver
         return {} if driver is None or driver.group is None else driver.group.records
 
     def pids(self) -> dict[int, int]:
-        """Return the process ids by local rank."""
         return {local_rank: record.pid for local_rank, record in self.records.items()}
 
     def exited(self) -> set[int]:
@@ -157,11 +150,9 @@ class BareGroup:
     # ------------------------------------------------------------------- waits
 
     async def wait_exited(self, count: int, timeout: float | None) -> None:
-        """Wait until `count` workers have exited, for `timeout` seconds at most."""
         await self._wait_until(lambda: len(self.exited()) >= count or self.is_over, timeout)
 
     async def wait_over(self, timeout: float | None) -> bool:
-        """Wait until the group is over, for `timeout` seconds at most; return whether it is."""
         await self._wait_until(lambda: self.is_over, timeout)
         return self.is_over
 
@@ -177,7 +168,7 @@ class BareGroup:
             await self._changed.wait(left)
 
     async def stop(self, plan: StopPlan | None = None) -> None:
-        """Stop everything that is left by `plan`, or by the group's own, and release everything.
+        """Stop all processes by `plan`, or by the group's own, and release everything.
 
         Idempotent; does nothing before a start, or in a fork of the process that started it.
         Cancellation: raised after the group is over.
@@ -208,9 +199,8 @@ class BareGroup:
 class ProcessFailure:
     """One process of a group that did not succeed, with torch's field names.
 
-    `local_rank` and `pid` name the process.  `exitcode` is negative for signals;
-    `error_file` and `message` are of the error it recorded; `timestamp` is Unix seconds;
-    `failure` has all details.
+    `local_rank` and `pid` name the process.  `exitcode` is negative for signals; `error_file` and
+    `message` are of the error it recorded; `timestamp` is Unix seconds; `failure` has all details.
     """
 
     local_rank: int
@@ -236,8 +226,8 @@ class ProcessFailure:
 class RunProcsResult:
     """The result of a group, by local rank.
 
-    `return_values` are those of functions, None for programs; `failures` are the processes
-    that failed; `stdouts` and `stderrs` are paths, empty if the stream was not captured.
+    `return_values` are from functions, None for programs; `failures` are the processes that failed;
+    `stdouts` and `stderrs` are paths, empty if the stream was not captured.
     """
 
     # Not shown: see `LaunchResult`.
@@ -254,8 +244,7 @@ class RunProcsResult:
 class GroupContext:
     """The processes of `start_processes`: an async context manager.
 
-    Entering starts them; leaving stops those that still run, by SIGTERM and after 25
-    seconds SIGKILL.
+    Entering starts them; leaving stops those that still run, by SIGTERM and after 25 s SIGKILL.
     """
 
     def __init__(self, group: BareGroup) -> None:
@@ -278,7 +267,6 @@ class GroupContext:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Stop the processes that still run, and release everything."""
         await self.group.stop()
 
     async def wait(self, timeout: float | None = None) -> RunProcsResult | None:
@@ -355,14 +343,13 @@ def start_processes(
     Args:
         name: of the group; also the role in the prefixes of lines.
         entrypoint: a function; or a program, alone or with its first arguments.
-        args: arguments by local rank, 0 to n-1.  Those of a program are converted to text.
+        args: arguments by local rank, 0 to n-1; converted to text for a program.
         envs: variables by local rank, which override the inherited environment.
         logs: where output goes; None leaves the streams inherited.
-        start_method: how functions start (see `LaunchSpec`).
+        start_method, numa_binding: as in `LaunchSpec`.
         preload: modules that the fork server imports.
-        numa_binding: which CPUs each process is bound to (see `LaunchSpec`).
-        console: where output is shown, see `ConsoleTarget`; None is this process's own
-            stdout and stderr.
+        console: where output is shown, see `ConsoleTarget`; None is this process's own stdout and
+            stderr.
 
     Raises:
         SpecError: the ranks of `args` or `envs` are not 0 to n-1, and other settings.
@@ -397,7 +384,6 @@ def start_processes(
 
 
 def _check_ranks(field: str, by_rank: Mapping[int, Any], count: int) -> None:
-    """Check that the keys of a mapping are the local ranks 0 to count - 1."""
     expected = set(range(count))
     if not by_rank or set(by_rank) != expected:
         missing = sorted(expected - set(by_rank))
@@ -415,12 +401,10 @@ def _check_ranks(field: str, by_rank: Mapping[int, Any], count: int) -> None:
 class ProcessException(Exception):
     """A process of `spawn` has failed.
 
-    `error_index` is its index, `error_pid` its process id (`pid` in older versions of
-    torch).
+    `error_index` is its index, `error_pid` its process id (`pid` in older versions of torch).
     """
 
     def __init__(self, msg: str, error_index: int, error_pid: int) -> None:
-        """Keep the message and the process."""
         super().__init__(msg)
         self.msg = msg
         self.error_index = error_index
@@ -435,10 +419,7 @@ class ProcessRaisedException(ProcessException):
 
 
 class ProcessExitedException(ProcessException):
-    """A process was ended by a signal, or exited with a code.
-
-    `exit_code` is negative for signals, whose name is `signal_name`.
-    """
+    """A process has exited; `exit_code` is negative for a signal, which `signal_name` names."""
 
     def __init__(
         self,
@@ -448,7 +429,6 @@ class ProcessExitedException(ProcessException):
         exit_code: int,
         signal_name: str | None = None,
     ) -> None:
-        """Keep the message, the process, and how it exited."""
         super().__init__(msg, error_index, error_pid)
         self.exit_code = exit_code
         self.signal_name = signal_name
@@ -461,8 +441,8 @@ class ProcessExitedException(ProcessException):
 class ProcessContext:
     """The processes of `spawn(..., join=False)`.
 
-    Call `join` until it returns True or raises.  As an async context manager it stops
-    the processes that still run at the end of the block.
+    Call `join` until it returns True or raises.  As an async context manager it stops the processes
+    that still run at the end of the block.
     """
 
     def __init__(self, group: BareGroup, on_terminate: Callable[[int], None] | None = None) -> None:
@@ -489,7 +469,6 @@ class ProcessContext:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Stop the processes that still run."""
         await self.aclose()
 
     async def aclose(self) -> None:
@@ -501,18 +480,17 @@ class ProcessContext:
         return [pid for _, pid in sorted(self._group.pids().items())]
 
     async def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
-        """Wait until processes have ended.
+        """Wait until at least one more process has exited, or the timeout has passed.
 
-        Returns as soon as at least one more has exited, or the timeout has passed.  If
-        one has failed, the others are stopped and its exception is raised.
+        After a failure the other processes are stopped and its exception is raised.
 
         Cancellation: the processes go on.
 
         Args:
             timeout: seconds; None waits without limit.
-            grace_period: after a failure, seconds in which the others may exit by
-                themselves before SIGTERM, and again as many before SIGKILL; None
-                sends SIGTERM at once and SIGKILL after 30 seconds.
+            grace_period: after a failure, seconds in which the others may exit by themselves before
+                SIGTERM, and again as many before SIGKILL; None sends SIGTERM at once and SIGKILL
+                after 30 seconds.
 
         Returns:
             True if all have exited, False if some still run.
@@ -576,8 +554,8 @@ async def spawn(
 ) -> ProcessContext | None:
     """Run `fn(index, *args)` in `nprocs` new interpreters, as torch's `spawn` does.
 
-    Another start method is ignored with a warning, as in torch; see `start_context` for
-    the arguments and errors.
+    Another start method is ignored with a warning, as in torch; see `start_context` for the
+    arguments and errors.
 
     Cancellation: no process is left, if `join` is true.
     """

@@ -1,7 +1,7 @@
 """`python -m elastic_aio.launch`: torch.distributed.launch, with `--local-rank` and `--use-env`.
 
-Only for the command line: in a program, `elastic_aio.launch` is the function, also after
-`import elastic_aio.launch`.
+Only for the command line: in a program, `elastic_aio.launch` is the function, also after `import
+elastic_aio.launch`.
 """
 
 from __future__ import annotations

@@ -39,16 +39,11 @@ async def launch(
     """Run a job to its end, on any asyncio event loop.
 
     Args:
-        spec: the job.
-        signals: whether this launch handles the process's signals: True for the
-            defaults of `SignalSpec`.  SIGTERM, SIGINT, SIGHUP and SIGQUIT then stop
-            the job by its plan (a second one kills it), SIGUSR1 and SIGUSR2 are
-            forwarded to the workers, SIGTSTP suspends the job.  Needs the main thread;
-            the former handlers are restored afterwards.
-        console: where output is shown, see `ConsoleTarget`; None is this process's own
-            stdout and stderr.
-        listeners: called with every event as it happens; they must not block.
-        adopt_orphans, control: as for an `Agent`.
+        signals: whether this launch handles the process's signals: True for the defaults of
+            `SignalSpec`.  SIGTERM, SIGINT, SIGHUP and SIGQUIT then stop the job by its plan (a
+            second signal kills it), SIGUSR1 and SIGUSR2 are forwarded to the workers, SIGTSTP
+            suspends the job.  Needs the main thread; the former handlers are restored afterwards.
+        console, listeners, adopt_orphans, control: as for an `Agent`.
 
     Returns:
         The result, when every worker has exited with code 0.
@@ -79,7 +74,7 @@ async def launch(
 
 
 def receive_signals(chosen: SignalSpec) -> ReceivedSignals:
-    """Return the signals that `supervise` handles; those for workers are never sent again."""
+    """Return the signals that `supervise` handles; signals for workers are never sent again."""
     received = ReceivedSignals([*chosen.stop, *chosen.forward, signal.SIGTSTP])
     received.discard(chosen.forward)
     return received
@@ -113,10 +108,7 @@ async def supervise_agent(
 async def handle_signals(
     agent: Agent, chosen: SignalSpec, received: ReceivedSignals, on_stop: Callable[[int], object]
 ) -> None:
-    """Suspend, forward, stop or kill, as each received signal requires.
-
-    `on_stop` is called with the first signal that stops the job.
-    """
+    """Suspend, forward, stop or kill as a signal requires; `on_stop` gets the first that stops."""
     driver, first = driver_of(agent), 0
     async for number in received:
         if number == signal.SIGTSTP:
@@ -147,11 +139,11 @@ def run(
 ) -> LaunchResult:
     """Run a job to its end in a program that has no event loop.
 
-    Arguments, results and errors are those of `launch`.
+    Other arguments, results and errors are as for `launch`.
 
     Args:
-        loop_factory: makes the event loop, as in `asyncio.Runner`; None is the default of
-            the event loop policy, `uvloop.new_event_loop` gives uvloop.
+        loop_factory: makes the event loop, as in `asyncio.Runner`; None is the default of the event
+            loop policy, `uvloop.new_event_loop` gives uvloop.
 
     Raises:
         RuntimeError: an event loop is running in this thread; use `await launch(spec)`.
@@ -172,10 +164,8 @@ def run(
 def run_coroutine(
     make: Callable[[], Coroutine[Any, Any, T]], *, loop_factory: LoopFactory | None = None
 ) -> T:
-    """Run the coroutine that `make` returns on a new event loop.
-
-    `make` is called only if no event loop is running in this thread, which is a RuntimeError.
-    """
+    """Run the coroutine that `make` returns on a new event loop; RuntimeError inside another."""
+    # `make` is not called beside a running loop: nothing would await its coroutine.
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -188,13 +178,8 @@ def run_coroutine(
 
 
 def _check_descriptors() -> None:
-    """Open and close as many files as a new event loop does.
-
-    asyncio prints a traceback for a loop that it could make only in part.
-
-    Raises:
-        OSError: too few descriptors are left.
-    """
+    """Open and close as many files as a new event loop does, or raise OSError."""
+    # asyncio prints a traceback for a loop that it could make only in part.
     with select.epoll():
         for end in socket.socketpair():
             end.close()
@@ -204,10 +189,10 @@ def _check_descriptors() -> None:
 def use_pidfd_child_watcher() -> Iterator[None]:
     """Make asyncio wait for children by pidfd on Python 3.11, as later versions do.
 
-    The default of 3.11 is a thread per child, which can even signal a recycled pid.
-    The watcher is a setting of the process, so only a program that owns its process may
-    change it: the command line.
+    The watcher is a setting of the process, so only a program that owns its process may change it:
+    the command line.
     """
+    # The default of 3.11 is a thread per child, which can even signal a recycled pid.
     if sys.version_info >= (3, 12):
         yield
         return

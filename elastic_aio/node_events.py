@@ -20,7 +20,7 @@ class NodeJoined(Event, frozen=True, kw_only=True):
     nproc: int
     role: str
     differs: tuple[str, ...] = ()
-    """Settings that are others on other nodes, with both values; each difference once."""
+    """Settings that differ from other nodes', with both values; each difference once."""
 
     @property
     def level(self) -> int:
@@ -130,7 +130,7 @@ class RoundWaiting(Event, frozen=True, kw_only=True):
     """The coordinator has been waiting, in a `phase`, for `what`."""
 
     phase: str
-    """What it is doing, such as `stopping`, `deciding` or `running`."""
+    """The phase of the coordinator, such as `stopping`, `deciding` or `running`."""
     what: str
     """Which nodes have not done what, or that `restart.decide` has not returned."""
     waited: float
@@ -189,7 +189,7 @@ class RoundFormed(Event, frozen=True, kw_only=True):
 
 
 class MembershipPending(Event, frozen=True, kw_only=True):
-    """The job is about to go on with other nodes than those of `round`; its workers run on."""
+    """The job is about to go on with other nodes than in `round`; its workers run on."""
 
     round: int
     why: str
@@ -226,13 +226,13 @@ class MembershipChanged(Event, frozen=True, kw_only=True):
 
 
 class NodeStandby(Event, frozen=True, kw_only=True):
-    """`round` has its `maximum` of nodes: this one replaces the next that is lost."""
+    """`round` has its `maximum` of nodes: this node replaces the next node that is lost."""
 
     round: int
-    """-1 before the first one."""
+    """-1 before the first round."""
     maximum: int
     why: str = ""
-    """Which node holds the fixed rank of this one, if it waits for that."""
+    """Which node holds the fixed rank of this node, if it waits for that."""
 
     def _change(self, status: StatusTracker) -> None:
         if not status.is_ready:

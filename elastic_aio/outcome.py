@@ -13,8 +13,8 @@ from elastic_aio.reasons import LOST_PEER, reason_of
 from elastic_aio.value import Value
 from elastic_aio.worker_error import WorkerError as WorkerError
 
-# Pure modules may not import `signal`.  A spec that names a signal means Linux's number on
-# x86 and arm, which is what Kubernetes, Slurm and torchrun users write.
+# Pure modules may not import `signal`.  A spec that names a signal means Linux's number on x86 and
+# arm, as users of Kubernetes, Slurm and torchrun do.
 _IN_ORDER: Final = """
 HUP INT QUIT ILL TRAP ABRT BUS FPE KILL USR1 SEGV USR2 PIPE ALRM TERM STKFLT CHLD CONT
 STOP TSTP TTIN TTOU URG XCPU XFSZ VTALRM PROF WINCH IO PWR SYS
@@ -42,8 +42,8 @@ def signal_name(number: int) -> str:
 class ExitStatus(Value, frozen=True):
     """How a process ended.
 
-    At most one of `code` and `signal` is set; neither if the status was lost, because
-    another part of the embedding program reaped the process.
+    At most one of `code` and `signal` is set; neither if the status was lost, because another part
+    of the embedding program reaped the process.
     """
 
     code: int | None = None
@@ -82,8 +82,8 @@ class ExitStatus(Value, frozen=True):
 class ResourceUsage(Value, frozen=True):
     """What a process used, from its start to its exit (`getrusage(2)`).
 
-    `minor_faults` are page faults without I/O and `major_faults` those with;
-    `voluntary_switches` and `involuntary_switches` are context switches.
+    `minor_faults` are page faults without I/O and `major_faults` with I/O; `voluntary_switches` and
+    `involuntary_switches` are context switches.
     """
 
     user_s: float
@@ -101,7 +101,7 @@ class ResourceUsage(Value, frozen=True):
 class Goodput(Value, frozen=True):
     """How a job has spent its time on a node, in seconds.
 
-    What is missing from the duration is the end: the last stop of the workers.
+    The rest of the duration is the end: the last stop of the workers.
     """
 
     productive: float = 0.0
@@ -167,8 +167,8 @@ class Failure(Value, frozen=True):
 def root_cause_first(failures: Iterable[Failure]) -> tuple[Failure, ...]:
     """Sort failures so that the root cause comes first.
 
-    Victims come last, and before them workers that have lost a peer; the others by time, then
-    by the order in which exits were seen.
+    Victims come last, and before them workers that have lost a peer; the others by time, then by
+    the order in which exits were seen.
     """
     return tuple(
         sorted(failures, key=lambda item: (*item.distance, item.time, item.order, item.rank))
@@ -178,9 +178,9 @@ def root_cause_first(failures: Iterable[Failure]) -> tuple[Failure, ...]:
 class WorkerResult(Value, frozen=True):
     """How one worker of one attempt ended.
 
-    `rank` is the global rank, `local_rank` the one on this host; `status` is how the process
-    `pid` exited, or that of its `Failure`.  `stdout_path` and `stderr_path` are None if the
-    stream is not captured.
+    `rank` is the global rank, `local_rank` the rank on this host; `status` is how the process `pid`
+    exited, or the status of its `Failure`.  `stdout_path` and `stderr_path` are None if the stream
+    is not captured.
     """
 
     rank: int
@@ -246,10 +246,10 @@ class EndCause(StrEnum):
 class JobOutcome(Value, frozen=True):
     """How the whole job ended, the same for every node.
 
-    `state` is the result, `why` the rule that led to it, `exit_code` what the launcher exits
-    with, and `restarts` the number of restarts after failures.  `failures` are those that
-    ended the job, on any node, the root cause first.  `is_rendezvous`: not the workers
-    failed, but the rendezvous of the nodes.  `cause` is what else is known about the end.
+    `why` is the rule that led to `state`, `exit_code` the launcher's, and `restarts` the number of
+    restarts after failures.  `failures` ended the job, on any node, the root cause first.
+    `is_rendezvous`: not the workers failed, but the rendezvous of the nodes.  `cause` is what else
+    is known about the end.
     """
 
     state: JobState
@@ -308,8 +308,8 @@ def make_result(
 ) -> LaunchResult:
     """Return what `Agent.wait` returns, or raises within an exception.
 
-    `attempt` is the number of the job's last attempt, `ended` has those of this host.  `log_dir`
-    is None if there is none, or it was removed; `now` is in Unix seconds.
+    `attempt` is the number of the job's last attempt, `ended` has the attempts of this host.
+    `log_dir` is None if there is none, or it was removed; `now` is in Unix seconds.
     """
     attempts = [*ended]
     if outcome.failures:

@@ -21,8 +21,8 @@ class WorkerRanks(Value, frozen=True):
     """The ranks of one worker, and the sizes of the worlds they count in, as in torchrun.
 
     `rank` counts in the job (`world_size`), `local_rank` on the node (`local_world_size`),
-    `role_rank` among the workers of the role (`role_world_size`); `group_rank` is the rank of
-    the node among the nodes (`group_world_size`).
+    `role_rank` among the workers of the role (`role_world_size`), and `group_rank`, the rank of the
+    node, among the nodes (`group_world_size`).
     """
 
     rank: int
@@ -38,9 +38,9 @@ class WorkerRanks(Value, frozen=True):
 class NodeRanks(Value, frozen=True):
     """The ranks of one node and the first ranks of its workers.
 
-    `group_rank` is the node's among `group_world_size` nodes; `first_rank` its first worker's
-    among the `world_size` of the job; `first_role_rank` the same among the `role_world_size`
-    workers of its role.
+    `group_rank` counts among `group_world_size` nodes.  Of the node's first worker, `first_rank`
+    counts among the `world_size` workers of the job, and `first_role_rank` among the
+    `role_world_size` workers of its role.
     """
 
     group_rank: int
@@ -68,13 +68,10 @@ class NodeRanks(Value, frozen=True):
 
 
 def assign_node_ranks(nodes: Sequence[NodeSize]) -> tuple[NodeRanks, ...]:
-    """Return the ranks of every node of a round, in group rank order.
+    """Return the ranks of every node of a round, in group rank order, or raise SpecError.
 
-    Global ranks are cumulative in node order, role ranks cumulative among the nodes of
-    the same role, as in torch.distributed.elastic.
-
-    Raises:
-        SpecError: a node has no worker.
+    Global ranks are cumulative in node order, role ranks cumulative among the nodes of the same
+    role, as in torch.distributed.elastic.  A node without workers is an error.
     """
     role_worlds: dict[str, int] = {}
     for node in nodes:

@@ -1,9 +1,9 @@
-"""Why a worker failed, in one line: read from what it has written, and from its status.
+"""Why a worker failed, in one line: read from its output and its status.
 
 Pure: texts in, texts out.  `exception_line` knows the layouts of Python (chained tracebacks,
-exception groups, syntax errors), of rich, and of aborts of the interpreter and of C++.
-Lines may have prefixes, such as torch's `[rank0]: ` or a time, as long as those of one
-traceback differ in their digits only.
+exception groups, syntax errors), of rich, and of aborts of the interpreter and of C++.  Lines may
+have prefixes, such as torch's `[rank0]: ` or a time, as long as the prefixes of one traceback
+differ in their digits only.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Final
 
 from elastic_aio.text import one_line
 
-REASON_MAX: Final = 500
-"""Characters of a reason."""
+REASON_MAX: Final = 500  # characters
 
 _HEADER = "Traceback (most recent call last):"
 _HEADER_START = "Traceback (most recent"
@@ -57,14 +56,14 @@ _KNOWN_TEXTS: Final = (
 )
 LOST_PEER: Final = "the connection to another worker was lost"
 """The known cause of a worker that failed because another one has ended."""
-# Said by gloo, by NCCL, by torch's store, and by the kernel (EPIPE, ECONNRESET).  Only the
-# reason counts: a worker may write it about a connection that matters no more.
+# Said by gloo, by NCCL, by torch's store, and by the kernel (EPIPE, ECONNRESET).  Only the reason
+# counts: a worker may write it about a connection that matters no more.
 _LOST_PEER: Final = (
     r"Connection (?:was likely )?closed(?: by peer)?\b|Connection reset by peer|Broken pipe"
     r"|ncclRemoteError|remote process exited|DistNetworkError"
     r"|\[Errno (?:32|104)\]|EPIPE|ECONNRESET|BrokenPipeError|ConnectionResetError"
 )
-# Each text that has that has one of these; they are looked for first, which takes microseconds.
+# Each such text has one of these, which are looked for first: that takes microseconds.
 _LOST_PEER_SIGNS: Final = (
     b"Connection closed",
     b"likely closed",
@@ -79,7 +78,7 @@ _LOST_PEER_SIGNS: Final = (
     b"EPIPE",
     b"ECONNRESET",
 )
-# Of what begins an exception, see `_read_end`.  A text without it says why in its last line.
+# Signs of an exception, see `_read_end`.  A text without them says why in its last line.
 _EXCEPTION_SIGNS: Final = (b"Traceback", b"Fatal", b"what()", b"File")
 # Lines in which the last one with a text is looked for: others have escape sequences only.
 _LAST_LINES: Final = 20
@@ -87,8 +86,7 @@ _KNOWN_CODES: Final = {
     126: "a command cannot be executed",
     127: "a command was not found",
 }
-_SIGNALED: Final = 128
-"""Exit codes from here on are a shell's for a signal."""
+_SIGNALED: Final = 128  # from here on, an exit code is a shell's for a signal
 _SIGABRT, _SIGBUS, _SIGKILL, _SIGXCPU, _SIGXFSZ = 6, 7, 9, 24, 25
 
 
@@ -106,9 +104,9 @@ def _plain(line: str) -> str:
 def reason_of(message: str, stderr: Sequence[str] = (), *, code: int | None = None) -> str:
     """Return in one line why a worker failed; empty if the texts do not say it.
 
-    A program that exits with a code of its own choice says why in its last line: an exception
-    above that was handled.  `message` is what it has recorded, or is known about it: the exception
-    is in the first line, unless it holds a traceback.  `stderr` has the last lines written there.
+    A program that exits with a code of its own choice says why in its last line: an exception above
+    that was handled.  `message` is recorded by the worker, or known about it: the exception is in
+    its first line, unless it holds a traceback.  `stderr` has the last lines written there.
     """
     lines = plain_lines(message)
     if any(_HEADER in line for line in lines) and (found := exception_line(lines)):
@@ -121,10 +119,7 @@ def reason_of(message: str, stderr: Sequence[str] = (), *, code: int | None = No
 
 
 def last_words(lines: Sequence[str], *, code: int | None) -> str:
-    """Return the exception with which stderr ends, or what explains a `code` of its own choice.
-
-    Empty if it has neither.
-    """
+    """Return the exception at the end of stderr, or the line that explains `code`; else empty."""
     if (found := exception_line(lines)) and _is_at_end(lines):
         return found
     return _last_text(lines) if code is not None and 1 < code < _SIGNALED else ""
@@ -141,7 +136,7 @@ def known_cause(
 ) -> tuple[str, bool]:
     """Return the name of a known cause and whether the status proves it; ("", False) for none.
 
-    `reason` is that of `reason_of`; `output` has the lines after the exception, or the last ones;
+    `reason` is from `reason_of`; `output` has the lines after the exception, or the last lines;
     `code` may be a shell's for a signal.  `oom_kills` is what the kernel says about processes that
     it has killed in the time of the worker, `is_shm_full` whether /dev/shm has no space left.
     """
@@ -169,22 +164,20 @@ def compile_patterns() -> None:
 
 
 def may_be_lost_peer(code: int | None, signal: int | None) -> bool:
-    """Return whether the loss of a peer may be the cause of an exit.
-
-    NCCL's watchdog aborts; another signal is a cause of its own.
-    """
+    """Return whether the loss of a peer may be the cause of an exit."""
+    # NCCL's watchdog aborts; another signal is a cause of its own.
     return _signal_of(code, signal) in (None, _SIGABRT)
 
 
 def has_sign_of_lost_peer(written: bytes) -> bool:
-    """Return whether the reason that a text gives may be a lost peer: without a sign it is not."""
+    """Return whether the reason that a text gives may be a lost peer: a sign is needed."""
     if written and not any(sign in written for sign in _EXCEPTION_SIGNS):
         written = written[_last_text_at(written) :]
     return bool(written) and any(sign in written for sign in _LOST_PEER_SIGNS)
 
 
 def _last_text_at(written: bytes) -> int:
-    """Return where the last line begins that has a text, or a position before it."""
+    """Return where the last line with a text begins, or a position before it."""
     begin = len(written)
     for _ in range(_LAST_LINES):
         begin, end = written.rfind(b"\n", 0, max(begin - 1, 0)) + 1, begin
@@ -196,7 +189,7 @@ def _last_text_at(written: bytes) -> int:
 
 
 def _signal_of(code: int | None, signal: int | None) -> int | None:
-    """Return the signal that has ended a worker, or what a shell has run; None for none."""
+    """Return the signal that has ended a worker, or a command of its shell; None for none."""
     return code - 128 if signal is None and code is not None and code > 128 else signal
 
 
@@ -204,7 +197,7 @@ def _signal_of(code: int | None, signal: int | None) -> int | None:
 
 
 def _is_at_end(lines: Sequence[str]) -> bool:
-    """Whether a text ends with a traceback: no line follows that of the exception."""
+    """Whether a text ends with a traceback: no line follows the line of the exception."""
     headers = (index for index in range(len(lines) - 1, -1, -1) if _HEADER_START in lines[index])
     if (start := next(headers, None)) is None:
         return True  # an error without frames
@@ -224,8 +217,8 @@ def _is_at_end(lines: Sequence[str]) -> bool:
 def exception_line(lines: Sequence[str]) -> str:
     """Return the line of the exception that a text ends with; empty if there is none.
 
-    That is the one of the last traceback.  Of an exception group the line of its first
-    exception follows.  The lines have no escape sequences.
+    The last traceback counts.  The line of an exception group is followed by the line of its first
+    exception.  `lines` have no escape sequences.
     """
     tried = 0
     for index in range(len(lines) - 1, -1, -1):
@@ -238,7 +231,7 @@ def exception_line(lines: Sequence[str]) -> str:
 
 
 def _read_end(lines: Sequence[str], index: int) -> str:
-    """Return the exception of what begins at a line; empty if nothing does."""
+    """Return the exception that begins at a line; empty if none does."""
     line = lines[index]
     if _HEADER in line:
         head, _, rest = line.partition(_HEADER)
@@ -334,7 +327,6 @@ def _first_of_group(lines: Sequence[str], start: int) -> str:
 
 
 def _first_text(lines: Sequence[str]) -> str:
-    """Return the first line with a letter or a digit."""
     return next((line.strip() for line in lines if any(map(str.isalnum, line))), "")
 
 

@@ -56,7 +56,7 @@ def _failure(result: LaunchResult, name: str) -> str:
 
 
 def report_of(title: str, blocks: Sequence[str], *, border: str = "=", section: str = "-") -> str:
-    """Return a report in torchrun's layout; the first of the blocks is the root cause's."""
+    """Return a report in torchrun's layout; the first block is the root cause's."""
     lines = [title, *(line for block in blocks for line in block.split("\n"))]
     width = min(_WIDTH_MAX, max(map(len, lines)))
     return "\n".join(

@@ -6,13 +6,13 @@ context manager, which the command line, `launch(signals=...)` and `sync` enter.
 * A signal that is ignored on entry stays ignored: `nohup` and a shell's background jobs ignore
   signals on purpose.
 * The handler raises nothing, but puts the number into a queue.  It does not use the loop's
-  `add_signal_handler`, which would silently discard what the embedding program has installed
-  there.  Like the loop, it needs the wake-up descriptor: a signal that arrives right before the
-  loop blocks in its poll would otherwise be noticed only at the next event.
-* All instances share the handlers of the process (`_Handlers`), so several jobs of one program
-  all receive a signal, and may end in any order.  The last one restores the previous handler.
-* A signal that was received and not read is sent again after that, so that it is not lost
-  between two owners.
+  `add_signal_handler`, which would silently discard the embedding program's handlers there.  Like
+  the loop, it needs the wake-up descriptor: a signal that arrives right before the loop blocks in
+  its poll would otherwise be noticed only at the next event.
+* All instances share the handlers of the process (`_Handlers`), so several jobs of one program all
+  receive a signal, and may end in any order.  The last instance restores the previous handler.
+* A signal that was received and not read is sent again after that, so that it is not lost between
+  two owners.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 from elastic_aio.aio import set_result_if_pending
 from elastic_aio.errors import HostError
 
-# What a shell without job control lets a command of the background ignore.
+# Ignored by commands of the background in a shell without job control.
 _OF_BACKGROUND = (signal.SIGINT, signal.SIGQUIT)
 
 
@@ -75,7 +75,6 @@ class _Handlers:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def receivers_of(self, number: int) -> list[ReceivedSignals]:
-        """Return the receivers of a signal."""
         return [receiver for receiver in self._receivers if number in receiver.handled]
 
     def forget(self) -> None:
@@ -148,9 +147,10 @@ os.register_at_fork(after_in_child=_handlers.forget)
 def default_interrupts() -> Iterator[None]:
     """Let children that are started in this block have the default actions of SIGINT and SIGQUIT.
 
-    A shell lets a command of the background ignore both, and tells its own commands of the
-    background by that.  A handler is not inherited, as SIG_IGN is.  Only for the main thread.
+    Only for the main thread.
     """
+    # A shell's command of the background ignores both, and tells its own commands of the background
+    # by that.  A handler is not inherited, as SIG_IGN is.
     ignored = [one for one in _OF_BACKGROUND if signal.getsignal(one) is signal.SIG_IGN]
     for number in ignored:
         signal.signal(number, lambda *_: None)
@@ -172,12 +172,9 @@ class ReceivedSignals:
 
     def __init__(self, numbers: Iterable[int]) -> None:
         """Choose the signals; their handlers are installed on entry."""
-        self.handled: set[int] = set()
-        """The signals that are received now: the chosen ones that are not ignored."""
-        self.is_over = False
-        """Whether the main thread is to leave the block at the next signal."""
-        self.numbers = sorted(set(numbers))
-        """The chosen signals."""
+        self.handled: set[int] = set()  # the chosen signals that are not ignored
+        self.is_over = False  # the main thread is to leave the block at the next signal
+        self.numbers = sorted(set(numbers))  # the chosen signals
         self.on_signal: Callable[[int], object] = bool  # no callback by default
         """Called with each signal by its handler, also while the event loop is blocked."""
         self._unread: collections.deque[int] = collections.deque()
@@ -239,8 +236,8 @@ class ReceivedSignals:
     def suspend_process(self, since: float) -> None:
         """Suspend this process as SIGTSTP does, until SIGCONT.
 
-        Of several receivers of one SIGTSTP, the first does it for all: `since` is when
-        the signal was read, in seconds of `time.monotonic`.
+        The first of several receivers of one SIGTSTP does it for all: `since` is when the signal
+        was read, in seconds of `time.monotonic`.
         """
         if _handlers.resumed_at <= since:
             # SIGSTOP, since SIGTSTP has a handler here; a shell sees the same state.
@@ -256,10 +253,8 @@ class ReceivedSignals:
         self._due.add(number)
 
     def leave(self, number: int) -> None:
-        """Leave the block on the main thread, wherever that is, and send a signal again there.
-
-        Called on another thread.
-        """
+        """Leave the block on the main thread, wherever that is, and send a signal again there."""
+        # Called on another thread.
         self._due.add(number)
         self.is_over = True
         if number in self.handled:  # else the block has been left

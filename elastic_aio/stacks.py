@@ -104,7 +104,7 @@ _FRAME: Final = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 
 
 def parse_faulthandler(text: str) -> tuple[ThreadStack, ...]:
-    """Read what `faulthandler` has written about all threads; the main thread is the last one."""
+    """Read a text of `faulthandler` about all threads; the main thread is the last."""
     threads: list[ThreadStack] = []
     name, frames = "", list[StackFrame]()
     for line in [*text.splitlines(), "Thread 0x0 (most recent call first):"]:
@@ -131,7 +131,7 @@ class _SpyThread(Struct):
 
 
 def parse_py_spy(text: str) -> tuple[ThreadStack, ...]:
-    """Read what `py-spy dump --json` has written; the main thread becomes the last one."""
+    """Read a text of `py-spy dump --json`; the main thread becomes the last."""
     try:
         found = msgspec.json.decode(text, type=list[_SpyThread])
     except (msgspec.MsgspecError, UnicodeError):
@@ -166,7 +166,7 @@ _COLLECTIVES: Final = re.compile(
     r"|gather|scatter|reduce|reduce_scatter|send|recv|isend|irecv|wait|synchronize|rendezvous"
     r"|init_process_group|destroy_process_group|batch_isend_irecv|join|acquire|result)(_\w+)?"
 )
-# Decorators and module calls, which say nothing about what was called.
+# Decorators and module calls, which do not tell the function that was called.
 _WRAPPERS: Final = re.compile(
     r"_?(wrapper|wrapped|inner|inner_wrapper|decorate_context|decorate_autocast|__call__|_fn"
     r"|_call_impl|_wrapped_call_impl|<lambda>|<module>|__exit__|__enter__)|_?call_\w+"
@@ -186,7 +186,7 @@ _STATES: Final = {"R": "running", "T": "suspended", "t": "suspended by a debugge
 
 
 def summarize(workers: Iterable[WorkerStacks]) -> str:
-    """Return in one line what the workers were doing: equal ones together, by their ranks."""
+    """Return in one line what the workers were doing: equal workers together, by their ranks."""
     groups: dict[str, list[int]] = {}
     for worker in workers:
         groups.setdefault(_activity(worker), []).append(worker.rank)
@@ -219,7 +219,7 @@ def _activity(worker: WorkerStacks) -> str:
 def _python_activity(frames: Sequence[StackFrame]) -> str:
     """Describe a stack by the library function that the program has called last."""
     own = next((index for index, frame in enumerate(frames) if not _is_library(frame)), None)
-    # Without code of the program, the innermost function is what is known.
+    # Without code of the program, the innermost function is known at least.
     called = frames if own is None else reversed(frames[:own])
     for frame in called:
         function = _last_part(frame.function)
@@ -236,7 +236,7 @@ def _is_library(frame: StackFrame) -> bool:
 
 
 def _last_part(function: str) -> str:
-    """Return the name of a function without that of its class, which py-spy adds."""
+    """Return the name of a function without its class, which py-spy adds."""
     return function.rpartition(".")[2]
 
 

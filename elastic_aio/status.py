@@ -1,7 +1,7 @@
-"""The status of the job on this node: one value for all views, and what an event may change of it.
+"""The status of the job on this node: one value for all views, and how an event may change it.
 
-Pure: a `StatusTracker` takes in the events of one agent in their order; times are those of the
-events, and of the caller.
+Pure: a `StatusTracker` takes in the events of one agent in their order; times are from the events
+and the caller.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _FINAL: Final = PHASES[-3:]
 
 
 class WorkerStatus(Struct, frozen=True):
-    """A worker of the latest attempt: its process `pid`, and in which state it is.
+    """A worker of the latest attempt: its process `pid`, and its `state`.
 
-    `rank` is the global rank, `local_rank` the one on this node.  `stdout_path` and
-    `stderr_path` are the files of its output; None for a stream that is in no file.
+    `rank` is the global rank, `local_rank` the rank on this node.  `stdout_path` and `stderr_path`
+    are the files of its output; None for a stream that is in no file.
     """
 
     rank: int
@@ -67,11 +67,11 @@ class WorkerStatus(Struct, frozen=True):
 
 
 class JobStatus(Struct, frozen=True, kw_only=True):
-    """What a job is doing on one node: what `Agent.status` returns, `/status` and the CLI show.
+    """What a job is doing on one node: returned by `Agent.status`, shown by `/status` and the CLI.
 
-    `run_id`, `node`, `role`, `entrypoint`, `max_restarts`, `agent_pid` and `log_dir` are those
-    of `JobStarted`; `group_rank`, `group_world_size` and `world_size` those of the latest
-    `RoundFormed`; `attempt` is the latest, and `goodput` says what its time went into.
+    `run_id`, `node`, `role`, `entrypoint`, `max_restarts`, `agent_pid` and `log_dir` are from
+    `JobStarted`; `group_rank`, `group_world_size` and `world_size` from the latest `RoundFormed`;
+    `attempt` is the latest, and `goodput` says what its time went into.
     """
 
     run_id: str = ""
@@ -92,7 +92,7 @@ class JobStatus(Struct, frozen=True, kw_only=True):
     """Why the job stops, restarts or has ended; else empty."""
     attempt: int = 0
     round: int = -1
-    """Number of the latest round; 0 without a rendezvous, -1 before the first one."""
+    """Number of the latest round; 0 without a rendezvous, -1 before the first round."""
     restarts: int = 0
     """Restarts after failures."""
     returned: int = 0
@@ -180,41 +180,30 @@ class Event(Struct, frozen=True, kw_only=True, tag_field="event", tag=True):
 
 
 class StatusTracker:
-    """Keeps the state of one job on this node; called with each event, in their order.
-
-    What an event means for the status, its `_change` says.
-    """
+    """Keeps the state of one job on this node, by the `_change` of each event, in their order."""
 
     def __init__(self) -> None:
         self.job = JobStatus(round=0)
         """Fields that change with the start of the job, and with a round."""
         self.phase = "starting"
-        self.reason = ""
-        """Why the job stops, restarts or has ended; else empty."""
+        self.reason = ""  # why the job stops, restarts or has ended; else empty
         self.restarts = self.returned = 0
         self.attempt = 0
-        self.failure = ""
-        """The root cause of the latest failed attempt."""
-        self.nproc = 0
-        """Workers of this node."""
-        self.workers: dict[int, WorkerStatus] = {}
-        """The workers of the latest attempt, by rank."""
+        self.failure = ""  # the root cause of the latest failed attempt
+        self.nproc = 0  # workers of this node
+        self.workers: dict[int, WorkerStatus] = {}  # of the latest attempt, by rank
         self._seq = -1
         self._since = 0.0
-        self._counted_until = 0.0
-        """Until when `_goodput` is complete."""
+        self._counted_until = 0.0  # until then, `_goodput` is complete
         self._goodput = Goodput()
-        self._has_run = False
-        """Whether all workers of an attempt have run."""
+        self._has_run = False  # whether all workers of an attempt have run
 
     def __call__(self, event: Event) -> None:
-        """Take in the next event."""
         self._seq = event.seq
         event._change(self)
 
     @property
     def is_ready(self) -> bool:
-        """Whether all workers of the present attempt have been started, and none is stopped."""
         return self.phase == "running"
 
     def goodput(self, now: float) -> Goodput:
@@ -264,7 +253,6 @@ class StatusTracker:
         self.phase = phase
 
     def add_worker(self, attempt: int, worker: WorkerStatus) -> None:
-        """Add a worker that has been started."""
         if attempt != self.attempt:
             self.attempt = attempt
             self.workers = {}

@@ -4,13 +4,13 @@
 
     from elastic_aio.sync import spawn, start_processes
 
-A call that waits for all processes runs an event loop in this thread; processes that
-run beside the script have an event loop in a thread, which ends with them.
+A call that waits for all processes runs an event loop in this thread; processes that run beside the
+script have an event loop in a thread, which ends with them.
 
-On the main thread SIGTERM, SIGINT, SIGHUP and SIGQUIT stop the processes by their plan,
-which starts with the received signal; a second one kills them.  Then the signal takes the
-effect that it has without this module: it ends the program, raises KeyboardInterrupt, or
-calls the program's handler.  `signals=False` leaves all signals alone.
+On the main thread SIGTERM, SIGINT, SIGHUP and SIGQUIT stop the processes by their plan, which
+starts with the received signal; a second signal kills them.  Then the signal takes the effect that
+it has without this module: it ends the program, raises KeyboardInterrupt, or calls the program's
+handler.  `signals=False` leaves all signals alone.
 """
 
 from __future__ import annotations
@@ -57,12 +57,10 @@ class LoopThread:
             self._runner.run(self._stop.wait())
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the loop, and return its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     @property
     def is_closed(self) -> bool:
-        """Whether the thread has ended."""
         return not self._thread.is_alive()
 
     def close(self) -> None:
@@ -106,12 +104,10 @@ class GroupThread:
             self._handler = create_task(handling, name="handle signals")
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the group's event loop, and return its result."""
         return self._loop.call(work)
 
     @property
     def is_closed(self) -> bool:
-        """Whether everything is released."""
         return self._loop.is_closed
 
     def close(self) -> None:
@@ -149,12 +145,10 @@ class SyncGroupContext:
         return self._running
 
     def __enter__(self) -> SyncGroupContext:
-        """Start all processes."""
         self._running = GroupThread(self._context.group, signals=self._takes_signals)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop the processes that still run, and release everything."""
         self._thread.close()
 
     def wait(self, timeout: float | None = None) -> RunProcsResult | None:
@@ -185,7 +179,6 @@ class SyncProcessContext:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop the processes that still run."""
         self.close()
 
     @property
@@ -230,11 +223,7 @@ def start_processes(
     console: ConsoleTarget | None = None,
     signals: bool = True,
 ) -> SyncGroupContext:
-    """Prepare a group of processes; `with` starts it (see `multiprocessing.start_processes`).
-
-    Args:
-        signals: whether stop signals stop the processes first (see the module).
-    """
+    """Prepare a group as `multiprocessing.start_processes` does; for `signals` see the module."""
     context = native.start_processes(
         name,
         entrypoint,
@@ -259,11 +248,7 @@ def spawn(
     *,
     signals: bool = True,
 ) -> SyncProcessContext | None:
-    """Run `fn(index, *args)` in new processes (see `multiprocessing.spawn`).
-
-    Args:
-        signals: whether stop signals stop the processes first (see the module).
-    """
+    """Run new processes as `multiprocessing.spawn` does; for `signals` see the module."""
     native.warn_of_start_method(start_method)
     return start_context(fn, args, nprocs, join, daemon, "spawn", signals=signals)
 
@@ -278,11 +263,7 @@ def start_context(
     *,
     signals: bool = True,
 ) -> SyncProcessContext | None:
-    """Run `fn(index, *args)` by any start method (see `multiprocessing.start_context`).
-
-    Args:
-        signals: whether stop signals stop the processes first (see the module).
-    """
+    """Run processes as `multiprocessing.start_context` does; for `signals` see the module."""
     group = native.make_processes(fn, args, nprocs, daemon, start_method)
     if group is None:
         return None

@@ -32,7 +32,7 @@ _LIMITS: Final = {errno.EMFILE: ("RLIMIT_NOFILE", "-n"), errno.EFBIG: ("RLIMIT_F
 def error_reason(error: OSError) -> str:
     """Return why a call failed, as the end of a sentence: `no such file or directory`.
 
-    It names the resource limit that made the call fail, if one did.
+    It names the resource limit that made the call fail, if there was one.
     """
     reason = lower_first(error.strerror or str(error) or type(error).__name__)
     if error.errno in _LIMITS:
@@ -67,8 +67,8 @@ def abridge(text: str, limit: int) -> str:
 def one_line(text: str, limit: int | None = None) -> str:
     """Return `text` as a single printable line of at most `limit` characters.
 
-    White space and control characters become single spaces, so that text from another
-    host or process can neither break a line nor move a terminal's cursor.
+    White space and control characters become single spaces, so that text from another host or
+    process can neither break a line nor move a terminal's cursor.
     """
     printable = "".join(char if char.isprintable() else " " for char in text)
     line = " ".join(printable.split())
@@ -76,9 +76,9 @@ def one_line(text: str, limit: int | None = None) -> str:
 
 
 def printable(text: str) -> str:
-    """Return `text` with spaces in place of control characters, such as those of a terminal.
+    """Return `text` with spaces in place of control characters, such as a terminal's.
 
-    Tabs and lone surrogates stay: a stream shows the latter by its own rules.
+    Tabs and lone surrogates stay: a stream shows surrogates by its own rules.
     """
     if text.isprintable():
         return text
@@ -89,7 +89,7 @@ def printable(text: str) -> str:
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
-    """Return the one of `known` that a mistyped word most likely means; None if none is near."""
+    """Return the word of `known` that a mistyped word most likely means; None if none is near."""
     import difflib  # for mistakes only
 
     # Of equally near words the shortest: the others were further away.
@@ -114,10 +114,8 @@ def format_value(value: object, limit: int = 120) -> str:
 
 
 def escape_surrogates(text: str) -> str:
-    """Return `text` with each lone surrogate, which UTF-8 cannot carry, as `\\udcXX`.
-
-    Python decodes the bytes of paths and arguments that are not UTF-8 to such surrogates.
-    """
+    """Return `text` with each lone surrogate, which UTF-8 cannot carry, as `\\udcXX`."""
+    # Python decodes the bytes of paths and arguments that are not UTF-8 to such surrogates.
     return text.encode("utf-8", "backslashreplace").decode()
 
 
