@@ -95,10 +95,8 @@ class Entrypoint:
     def check(self) -> None:
         """Pickle the function and its arguments, before anything starts.
 
-        Raises:
-            SpecError: the function or an argument cannot be pickled, or the module to be preloaded
-                is missing.
-            HostError: no descriptor is left.
+        Raises SpecError if that fails, or the module to be preloaded is missing; HostError if no
+        descriptor is left.
         """
         check_preload(self._spec)
         if not isinstance(self._spec.entrypoint, Function) or self._spec.start_method == "fork":

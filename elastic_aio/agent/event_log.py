@@ -81,10 +81,8 @@ class EventLog:
                 self._time = None
 
     def offer_agent(self, source: Callable[[], object]) -> None:
-        """Call `use_agent` of listeners that have it: they show more than events say.
-
-        `source` returns the agent, or None when it is gone.
-        """
+        """Call `use_agent` of listeners that have it: they show more than events say."""
+        # `source` returns the agent, or None when it is gone.
         for listener in self._listeners:
             if (use_agent := getattr(listener, "use_agent", None)) is not None:
                 use_agent(source)

@@ -256,10 +256,8 @@ class JobOutput:
     def open_streams(
         self, logs: WorkerLogs, attempt: int, ranks: WorkerRanks
     ) -> Iterator[tuple[int, int]]:
-        """Open a worker's stdout and stderr while it is being spawned, or raise SpawnError.
-
-        The console follows those that it shows until `end_attempt`.
-        """
+        """Open a worker's stdout and stderr while it is being spawned, or raise SpawnError."""
+        # The console follows those that it shows until `end_attempt`.
         standard = self._streams
         assert standard is not None, "open() comes first"
         inherited = standard.inherited(1), standard.inherited(2)
@@ -462,10 +460,8 @@ class Capture:
         return f"<Capture of {len(self._relays)} streams>"
 
     def open(self, inherited: tuple[int, int], shown: ConsoleStreams) -> None:
-        """Choose captured streams among those that workers would inherit.
-
-        Text streams where tee'd output is `shown` get captured streams too.
-        """
+        """Choose captured streams among those that workers would inherit."""
+        # Text streams where tee'd output is `shown` get captured streams too.
         objects = [None if isinstance(item, int) else item for item in (shown.out, shown.err)]
         self.streams = _choose(inherited, *objects)
         out, err = (

@@ -95,10 +95,8 @@ class MultiNodeDriver(Driver):
             self._event_log.append(replace(event, attempt=attempt))
 
     async def decide(self, failure: Failure) -> RestartAction:
-        """Return the decision of the user's `restart.decide`, or raise its exception.
-
-        If that ends the job, the callers on this node get the same exception.
-        """
+        """Return the decision of the user's `restart.decide`, or raise its exception."""
+        # If that ends the job, the callers on this node get the same exception.
         decide = self._runtime.spec.restart.decide
         if decide is None:
             return RestartAction.DEFAULT

@@ -93,10 +93,7 @@ def _count_by_plugin(word: str, words: Iterable[str]) -> int:
 
 
 def device_env(spec: LaunchSpec, local_rank: int) -> dict[str, str]:
-    """Return the variable that leaves a worker its own device, with `virtual_local_rank`.
-
-    Raises SpecError if the variable of this process lists too few devices.
-    """
+    """Return the variable for `virtual_local_rank`; SpecError if it lists too few devices."""
     from elastic_aio.hardware.host import device_of
 
     word = spec.nproc_per_node if isinstance(spec.nproc_per_node, str) else "gpu"
@@ -162,11 +159,9 @@ def check_main_guard() -> None:
 def worker_argv(
     spec: LaunchSpec, local_rank: int, args: Sequence[Any] | None = None
 ) -> tuple[str, ...]:
-    """Return the argv of one worker that runs a command; `args` replaces the job's.
-
-    Only `${local_rank}` in arguments is replaced (torchrun also turns `$$` into `$`, which breaks
-    arguments with a literal `$$`).
-    """
+    """Return the argv of one worker that runs a command; `args` replaces the job's."""
+    # Only `${local_rank}` in arguments is replaced: torchrun also turns `$$` into `$`, which breaks
+    # arguments with a literal `$$`.
 
     def substitute(arg: str) -> str:
         return arg.replace("${local_rank}", str(local_rank))
@@ -261,10 +256,8 @@ def worker_env(spec: LaunchSpec, nproc: int, own: Mapping[str, str]) -> dict[str
 
 
 def startup_env(spec: LaunchSpec, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable with which a Python script records the exception that ends it.
-
-    Empty if the workers are no scripts or modules, or the interpreter would not find the hook.
-    """
+    """Return the variable with which a Python script records the exception that ends it."""
+    # Empty if the workers are no scripts or modules, or the interpreter would not find the hook.
     former = env.get("PYTHONPATH")
     is_script = isinstance(spec.entrypoint, Script | Module) and spec.start_method == "spawn"
     if not is_script or former == "" or os.pathsep in _STARTUP:

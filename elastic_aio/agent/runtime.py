@@ -163,12 +163,10 @@ class LocalRuntime:
     async def open(self) -> None:
         """Make the run's directory, and start the guardian and the fork server.
 
-        Cancellation: nothing of the runtime is left open.
+        Raises SpecError if the log directory cannot be used, a function not be pickled, or a worker
+        not be bound; HostError if this host lacks something.
 
-        Raises:
-            SpecError: the log directory cannot be used, a function not be pickled, or a worker not
-                be bound.
-            HostError: this host lacks something.
+        Cancellation: nothing of the runtime is left open.
         """
         try:
             await self._open()

@@ -111,14 +111,11 @@ class WorkerGroup:
     # ------------------------------------------------------------------ start
 
     async def start(self) -> None:
-        """Spawn the workers one after the other, in order of local rank.
+        """Spawn the workers in order of local rank, or raise HostError for the master port.
+
+        A SpawnError names the local rank; earlier workers run on until `stop`.
 
         Cancellation: spawning goes on; `stop` ends it.
-
-        Raises:
-            SpawnError: a worker could not be spawned; names its local rank.  Earlier workers run on
-                until `stop`.
-            HostError: the master port cannot be bound.
         """
         try:
             check_runnable(self._runtime.spec)

@@ -121,10 +121,9 @@ class HeldPort:
 
 
 class ReservedPort(Struct, frozen=True):
-    """A port for the workers of a round; without a `store` it is not bound yet.
+    """A port for the workers of a round; without a `store` it is not bound yet."""
 
-    If the workers serve their store themselves, the port is only held for them.
-    """
+    # If the workers serve their store themselves, the port is only held for them.
 
     address: str
     port: int
