@@ -282,11 +282,9 @@ class DeadlineTable:
         return None
 
     def expire_timers(self, now: float, limit: int = TIMERS_MAX) -> list[WorkerTimer]:
-        """Remove and return the timers that have expired by `now`, `limit` at most.
-
-        Each process has one of them, the earliest that has a signal; its other timers are removed
-        too.
-        """
+        """Remove and return the timers that have expired by `now`, `limit` at most."""
+        # Each process has one of them, the earliest that has a signal; its other timers are removed
+        # too.
         expired: dict[int, WorkerTimer] = {}
         for _ in range(limit):
             if (at := self.next_timer) is None or at > now:
