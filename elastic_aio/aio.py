@@ -341,11 +341,9 @@ def set_result_if_pending(future: asyncio.Future[T], value: T) -> None:
 
 
 def when_all_done(futures: Iterable[asyncio.Future[Any]]) -> asyncio.Future[None]:
-    """Return a future that is done when all of `futures` are; it never fails.
-
-    Unlike `asyncio.gather` it leaves them alone when it is cancelled, and it costs one callback
-    each, however often it is awaited.
-    """
+    """Return a future that is done when all of `futures` are; it never fails."""
+    # Unlike `asyncio.gather` it cancels none of them when it is cancelled, and costs one callback
+    # each, however often it is awaited.
     result: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     pending = set(futures)
 

@@ -164,10 +164,8 @@ def default_interrupts() -> Iterator[None]:
 class ReceivedSignals:
     """A context manager and an async iterator over the numbers of received signals.
 
-    It may be entered before the event loop runs that iterates over it.
-
-    Raises:
-        HostError: on entry: this is not the main thread.
+    It may be entered before the event loop runs that iterates over it.  Off the main thread, this
+    raises HostError.
     """
 
     def __init__(self, numbers: Iterable[int]) -> None:

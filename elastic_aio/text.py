@@ -30,10 +30,8 @@ _LIMITS: Final = {errno.EMFILE: ("RLIMIT_NOFILE", "-n"), errno.EFBIG: ("RLIMIT_F
 
 
 def error_reason(error: OSError) -> str:
-    """Return why a call failed, as the end of a sentence: `no such file or directory`.
-
-    It names the resource limit that made the call fail, if there was one.
-    """
+    """Return why a call failed, as the end of a sentence: `no such file or directory`."""
+    # It names the resource limit that made the call fail, if there was one.
     reason = lower_first(error.strerror or str(error) or type(error).__name__)
     if error.errno in _LIMITS:
         import resource  # for errors only: workers load this module
