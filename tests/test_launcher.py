@@ -66,8 +66,9 @@ async def cancelled(task: asyncio.Future[Any]) -> None:
 async def test_success(tmp_path: Path) -> None:
     """The result has the status, the duration and the output of each worker."""
     logs = LogSpec(log_dir=str(tmp_path), redirects=3)
-    spec = LaunchSpec(shell("echo out"), nproc_per_node=2, logs=logs, run_id="r")
-    result = await launch(spec)
+    # On asyncio a worker that ends within a millisecond may have no usage.
+    program = shell("echo out; sleep 0.05")
+    result = await launch(LaunchSpec(program, nproc_per_node=2, logs=logs, run_id="r"))
     assert (result.run_id, result.state, result.exit_code) == ("r", JobState.SUCCEEDED, 0)
     assert dict(result.return_values) == {0: None, 1: None}
     (attempt,) = result.attempts
