@@ -177,7 +177,7 @@ def _engines_first(request: pytest.FixtureRequest) -> None:
     for name, command in (("etcd", etcd.ETCD), ("redis", redis.REDIS)):
         is_wanted = any(
             f"{name}_endpoint" in getattr(item, "fixturenames", ())
-            or item.name.endswith(f"{name}]")
+            or name in getattr(getattr(item, "callspec", None), "params", {}).values()
             for item in request.session.items
         )
         if is_wanted and command is not None:

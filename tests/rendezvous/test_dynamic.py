@@ -285,9 +285,10 @@ async def test_too_few_remaining_nodes_wait_for_another() -> None:
         await b.rendezvous.leave("enough")
         b.close()
         await a.wait_until(lambda: a.stopped)
-        assert "b has left: only 1 node of 2 left" in a.stopped[0].why
+        # Another coordinator, at an engine, may find the round without b: it does not say how many.
+        assert a.stopped[0].why in ("b has left", "b has left: only 1 node of 2 left")
         forming = await a.wait_event(RoundForming)
-        assert forming.missing == ("b",)
+        assert (forming.joined, forming.minimum, forming.missing) == (1, 2, ("b",))
         c = FakeAgent("c", spec)
         members.append(c)
         await c.rendezvous.open()
