@@ -383,6 +383,7 @@ MUTATIONS: Final = (
         'JobOutcome(JobState.SUCCEEDED, "all workers have finished", 0)',
         'JobOutcome(JobState.FAILED, "all workers have finished", 1)',
         "a job whose workers have all succeeded has succeeded",
+        _COORDINATOR + "test_the_job_succeeds_when_all_members_have",
     ),
     Mutation(
         "failure-unnoticed",
