@@ -13,12 +13,14 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from elastic_aio import JobFailed, LaunchSpec, SpecError, StatusServer, launch
 from elastic_aio.events import Event, JobFinished, JobStarted, StopRequested
 from elastic_aio.http import server as server_module
-from elastic_aio.http.connections import CONNECTIONS_MAX
+from elastic_aio.http.connections import CONNECTIONS_MAX, HEAD_MAX
 from elastic_aio.outcome import JobState
 from tests.support.children import DEADLINE_S, until
 from tests.support.restarts import AT_ONCE
@@ -163,6 +165,17 @@ def messages(stream: bytes) -> list[tuple[int, str]]:
 async def test_codes(server: StatusServer, request_: bytes, code: int) -> None:
     """The connection ends with the answer."""
     assert (await ask(server, request_)).startswith(b"HTTP/1.1 %d " % code)
+
+
+@given(st.lists(st.binary(max_size=HEAD_MAX), min_size=1, max_size=8))
+def test_every_request_has_an_answer(heads: list[bytes]) -> None:
+    """Whatever its head has; the connection ends with the answer."""
+
+    async def send_all() -> list[bytes]:
+        async with serving() as server:
+            return [await ask(server, head + b"\r\n\r\n") for head in heads]
+
+    assert all(answer.startswith(b"HTTP/1.") for answer in asyncio.run(send_all()))
 
 
 async def test_a_client_of_a_library(server: StatusServer) -> None:

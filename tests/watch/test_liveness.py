@@ -550,7 +550,7 @@ def test_a_late_report_needs_no_free_descriptor() -> None:
     code = """if True:
         import asyncio, os, resource
         from contextlib import suppress
-        from elastic_aio import Agent, LaunchSpec
+        from elastic_aio import Agent, LaunchSpec, WorkerStarted
 
         async def take_all():
             while True:
@@ -563,7 +563,9 @@ def test_a_late_report_needs_no_free_descriptor() -> None:
             script = "sleep 1; for i in 1 2 3; do printf READY=1 >&$ELASTIC_AIO_NOTIFY_FD; done"
             spec = LaunchSpec(["bash", "-c", script])
             async with Agent(spec, listeners=[events.append]) as agent:
-                await asyncio.sleep(0.3)
+                async for event in agent.events():
+                    if isinstance(event, WorkerStarted):
+                        break
                 taking = asyncio.create_task(take_all())
                 await agent.wait()
                 taking.cancel()
