@@ -42,8 +42,14 @@ def usage_of(rusage: struct_rusage) -> ResourceUsage:
 
 
 def peek_usage(descriptor: int) -> ResourceUsage | None:
-    """Return the usage of an ended child by its pidfd, unreaped; None if it runs or is reaped."""
-    fields = _call_waitid()(descriptor)
+    """Return the usage of an ended child by its pidfd, unreaped; None if it runs or is reaped.
+
+    The usage is not known either if no descriptor is left to load what reads it.
+    """
+    try:
+        fields = _call_waitid()(descriptor)
+    except OSError:
+        return None
     if not fields or fields[0] < 0:  # with WNOHANG a child that runs leaves all as it was
         return None
     user, user_us, system, system_us, max_rss, _, _, _, minor, major = fields[:10]
