@@ -61,7 +61,8 @@ class Member:
         self._order: OrderBody | None = None
         self._stopping = -1
         self.started_round = -1
-        self._is_standing_by = False
+        self.is_standing_by = False
+        """Whether it waits for a vacant rank, without a place in the round."""
         self._refused_because = ""
         """The other node that holds the rank of this one; empty for none."""
         self.has_ended = False
@@ -77,7 +78,7 @@ class Member:
     @property
     def is_committed(self) -> bool:
         """Whether it has had a place in a round of its job, or stands by."""
-        return self.status.placement is not None or self._is_standing_by
+        return self.status.placement is not None or self.is_standing_by
 
     @property
     def has_seen_success(self) -> bool:
@@ -165,9 +166,9 @@ class Member:
                 return [forming]
             case StandBy(round, maximum, why):
                 self._refused_because = why
-                if self._is_standing_by:
+                if self.is_standing_by:
                     return []
-                self._is_standing_by = True
+                self.is_standing_by = True
                 return [NodeStandby(round=round, maximum=maximum, why=why)]
             case Reject(why):
                 return self._refuse(why)
@@ -291,9 +292,9 @@ class Member:
             agreed_change=-1,
             restart_reason="",
         )
-        if not self._is_standing_by:
+        if not self.is_standing_by:
             return [order]
-        self._is_standing_by = False
+        self.is_standing_by = False
         promoted = StandbyPromoted(round=placement.round, group_rank=placement.span.group_rank)
         return [promoted, order]
 

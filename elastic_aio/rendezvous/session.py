@@ -230,7 +230,8 @@ class StoreSession:
         # A failure ends no job that may be restarted, nor a job whose coordinator has not seen it.
         is_final = self._former.knows_failure and is_spent
         has_succeeded = self._member.has_succeeded or self._member.has_seen_success
-        may_go_on = not (has_succeeded or is_final)
+        # A coordinator may end a job while nodes on standby have their leases.
+        may_go_on = not (has_succeeded or is_final or self._member.is_standing_by)
         return self._former.is_leased and (is_open or may_go_on)
 
     async def _look_for_run(self, *, may_begin: bool) -> tuple[RunRecord, RunEnd | None] | None:

@@ -869,10 +869,19 @@ MUTATIONS: Final = (
     Mutation(
         "standby-enters-another-job",
         "rendezvous/member.py",
-        "return self.status.placement is not None or self._is_standing_by",
+        "return self.status.placement is not None or self.is_standing_by",
         "return self.status.placement is not None",
         "a node on standby belongs to its job",
         _END + "test_a_node_on_standby_enters_no_other_job",
+    ),
+    Mutation(
+        "standby-carries-its-job",
+        "rendezvous/session.py",
+        "not (has_succeeded or is_final or self._member.is_standing_by)",
+        "not (has_succeeded or is_final)",
+        "a job may end while nodes on standby have their leases",
+        "tests/rendezvous/test_simulator.py::"
+        "test_a_node_on_standby_does_not_take_its_job_to_another_store",
     ),
     Mutation(
         "former-end-forgotten",

@@ -349,6 +349,25 @@ def test_both_sides_of_a_partition_run_and_merge() -> None:
     assert finish(sim) == {JobState.SUCCEEDED}
 
 
+def test_a_node_on_standby_does_not_take_its_job_to_another_store() -> None:
+    """The job ends without it, while its lease may go on."""
+    sim = Simulation(job(2, heartbeat_timeout=2.0), endpoints=("store0", "store1"))
+    a, b, c, d = (sim.add_node(name) for name in "abcd")
+    sim.partition(["store0", "a", "b"], ["store1", "c", "d"])
+    sim.run_until(lambda: sim.is_settled(2, [a, b]) and sim.is_settled(2, [c, d]), 60)
+    sim.heal()
+    sim.run_until(lambda: c.running is None and d.running is None, 60)
+    sim.run(1.0)
+    assert sim.is_settled(2, [a, b])
+    sim.finish_workers()
+    sim.partition(["store0", "a", "b"], ["store1", "c", "d"])
+    sim.break_connection(c)
+    sim.break_connection(d)
+    sim.run_until(lambda: a.outcome is not None and b.outcome is not None, 60)
+    sim.run_until(lambda: c.outcome is not None and d.outcome is not None, 60)
+    assert ended(c).state is JobState.FAILED
+
+
 def test_a_store_that_ends_after_others_have_left_it() -> None:
     """The node that stayed was another job, and the others cannot know when that has ended."""
     sim, a, b, c = three(seed=4, endpoints=("store0", "a"), heartbeat_timeout=2.0)
