@@ -545,12 +545,12 @@ async def test_many_workers_report_at_once() -> None:
     assert ready_ranks(events) == list(range(32))
 
 
-def test_a_late_report_needs_no_free_descriptor() -> None:
+def test_a_late_report_needs_no_free_descriptor(tmp_path: Path) -> None:
     """The watchdog is loaded by the first message; the program may have used them up by then."""
     code = """if True:
-        import asyncio, os, resource
+        import asyncio, os, resource, sys
         from contextlib import suppress
-        from elastic_aio import Agent, LaunchSpec, WorkerStarted
+        from elastic_aio import Agent, LaunchSpec, WorkerReady, WorkerStarted
 
         async def take_all():
             while True:
@@ -560,22 +560,30 @@ def test_a_late_report_needs_no_free_descriptor() -> None:
                 await asyncio.sleep(0)
 
         async def main():
-            script = "sleep 1; for i in 1 2 3; do printf READY=1 >&$ELASTIC_AIO_NOTIFY_FD; done"
-            spec = LaunchSpec(["bash", "-c", script])
+            fifo = sys.argv[1]
+            os.mkfifo(fifo)
+            report = "for i in 1 2 3; do printf READY=1 >&$ELASTIC_AIO_NOTIFY_FD; done"
+            spec = LaunchSpec(["bash", "-c", f"sleep 1; {report}; read < {fifo}"])
             async with Agent(spec, listeners=[events.append]) as agent:
                 async for event in agent.events():
                     if isinstance(event, WorkerStarted):
+                        taking = asyncio.create_task(take_all())
+                    if isinstance(event, WorkerReady):
                         break
-                taking = asyncio.create_task(take_all())
-                await agent.wait()
                 taking.cancel()
+                for descriptor in taken:  # the end of the job looks through /proc
+                    os.close(descriptor)
+                with open(fifo, "w") as file:
+                    file.write("\\n")
+                await agent.wait()
 
         events, taken = [], []
         resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
         asyncio.run(main())
         print(*(type(event).__name__ for event in events))
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    argv = [sys.executable, "-c", code, str(tmp_path / "fifo")]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     names = "JobStarted WorkerStarted WorkerReady WorkerExited JobFinished"
     assert done.stdout.split() == names.split()
