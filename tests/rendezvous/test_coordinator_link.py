@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Iterable
 from typing import Any, cast
 
 import pytest
 
 from elastic_aio.aio import cancel_and_wait, create_task
+from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.errors import StoreRefused
 from elastic_aio.rendezvous.coordinator_link import CoordinatorLink
 from elastic_aio.rendezvous.messages import LEASE_LINGER, DetectorPort
+from elastic_aio.sockets import Address
 from elastic_aio.spec.checks import parse_host_port
 from elastic_aio.store import Lease, StoreServer
 from elastic_aio.store.engine import EngineStore
 from tests.support.chaos import ChaosProxy
 from tests.support.fake_agent import free_endpoint
-from tests.support.sockets import probed
+from tests.support.sockets import free_port, probed
 
 HOST = "127.0.0.1"
 LINGER_S = 2 * LEASE_LINGER
+DEADLINE_S = 60.0
 
 
 class FakeEngine:
@@ -36,11 +40,24 @@ class FakeEngine:
         self.changed.set()
 
 
+class StableNetwork(StoreNetwork):
+    """Listens at a port that no other program gets from the kernel, once it is free again.
+
+    Any program of this host may bind port 0 or connect, and a connection from the port to itself
+    is possible as well: each would look like a leader that accepts connections.
+    """
+
+    def listen(self, addresses: Iterable[Address], peer_timeout: float) -> list[socket.socket]:
+        port = free_port()
+        stable = [(family, (name[0], port, *name[2:])) for family, name in addresses]
+        return super().listen(stable, peer_timeout)
+
+
 class Leader:
     """A leader, whose lease is "leader", and the members that watch it."""
 
     def __init__(self) -> None:
-        self.detector = CoordinatorLink()
+        self.detector = CoordinatorLink(StableNetwork())
         self.engine = FakeEngine()
         self.is_leader = True
         self._tasks: list[asyncio.Task[Any]] = []
@@ -58,11 +75,28 @@ class Leader:
     async def join(self, port: DetectorPort, name: str = "member") -> asyncio.Task[Any]:
         """Let a member watch the leader; return when the leader has its key."""
         engine = cast("EngineStore", self.engine)
-        watching = create_task(CoordinatorLink().watch_leader(port, engine, lease_of(name)))
+        # A busy host may take seconds to refuse a connection.
+        link = CoordinatorLink(port_timeout=DEADLINE_S)
+        watching = create_task(link.watch_leader(port, engine, lease_of(name)))
         self._tasks.append(watching)
         while not self.has(name):
+            assert not watching.done()
             await asyncio.sleep(0.01)
         return watching
+
+    async def wait_ended(self, count: int) -> None:
+        """Wait until so many leases were ended; fail if a member or the leader has given up."""
+        while len(self.engine.ended) < count:
+            self.engine.changed.clear()
+            changed = create_task(self.engine.changed.wait())
+            try:
+                async with asyncio.timeout(DEADLINE_S):
+                    await asyncio.wait([changed, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                await cancel_and_wait([changed])
+            for task in self._tasks:
+                if task.done():
+                    raise AssertionError("it watches no more") from task.exception()
 
     def has(self, name: str) -> bool:
         server = self.detector.server
@@ -159,9 +193,7 @@ async def test_the_leader_has_gone_when_its_port_refuses_connections(leader: Lea
     await leader.join(port, "one")
     await leader.join(port, "two")
     await leader.detector.aclose()
-    while len(leader.engine.ended) < 2:
-        await leader.engine.changed.wait()
-        leader.engine.changed.clear()
+    await leader.wait_ended(2)
     assert leader.engine.ended == [b"leader"] * 2
 
 
