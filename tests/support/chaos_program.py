@@ -42,9 +42,15 @@ def work(count: int, fails: bool = False, pause: float = 0.0, daemon: str = "") 
 
 
 def _leave_daemon(kind: str) -> None:
+    # Nothing marks a fork of a forked worker as one of the job, and its parents are gone, until it
+    # executes a program.  So this worker does not end before: the exec closes the pipe.
+    reader, writer = os.pipe()
     child = os.fork()
     if child:
+        os.close(writer)
         os.waitpid(child, 0)
+        os.read(reader, 1)
+        os.close(reader)
         return
     try:
         os.setsid()
@@ -52,6 +58,8 @@ def _leave_daemon(kind: str) -> None:
             null = os.open("/dev/null", os.O_RDWR)
             for number in range(3):
                 os.dup2(null, number)
+            if kind == "fork":
+                os.close(writer)
             if kind == "program":
                 os.execlp("sleep", "sleep", "99")
             time.sleep(99)
