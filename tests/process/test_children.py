@@ -291,6 +291,32 @@ async def test_the_time_of_the_exit_is_monotonic(spawn: Spawner, devnull: int) -
     assert before <= end.at <= time.monotonic()
 
 
+def test_a_usage_is_unknown_while_no_descriptor_is_left() -> None:
+    """The first look loads a module; the exit of the worker must be known all the same."""
+    code = """if True:
+        import os, resource, sys
+        from elastic_aio.process.rusage import peek_usage
+
+        child = os.posix_spawn("/bin/true", ["true"], {})
+        descriptor = os.pidfd_open(child)
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        assert "ctypes" not in sys.modules
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        taken = []
+        try:
+            while True:
+                taken.append(os.dup(descriptor))
+        except OSError:
+            print(peek_usage(descriptor))
+        for each in taken:
+            os.close(each)
+        print(peek_usage(descriptor).minor_faults > 0)
+    """
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("None\nTrue\n", "")
+
+
 async def test_children_have_a_resource_usage(fitting_spawn: Spawner, devnull: int) -> None:
     child = await fitting_spawn(
         spec_of(sys.executable, "-I", "-S", "-c", "sum(range(10**6))", to=devnull)

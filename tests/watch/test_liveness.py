@@ -557,27 +557,30 @@ def test_a_late_report_needs_no_free_descriptor(tmp_path: Path) -> None:
                 with suppress(OSError):
                     while True:
                         taken.append(os.open("/dev/null", os.O_RDONLY))
+                is_full.set()
                 await asyncio.sleep(0)
 
         async def main():
             fifo = sys.argv[1]
             os.mkfifo(fifo)
+            gate = os.open(fifo, os.O_RDWR)
             report = "for i in 1 2 3; do printf READY=1 >&$ELASTIC_AIO_NOTIFY_FD; done"
-            spec = LaunchSpec(["bash", "-c", f"sleep 1; {report}; read < {fifo}"])
+            spec = LaunchSpec(["bash", "-c", f"read < {fifo}; {report}; read < {fifo}"])
             async with Agent(spec, listeners=[events.append]) as agent:
                 async for event in agent.events():
                     if isinstance(event, WorkerStarted):
                         taking = asyncio.create_task(take_all())
+                        await is_full.wait()
+                        os.write(gate, b"\\n")
                     if isinstance(event, WorkerReady):
                         break
                 taking.cancel()
                 for descriptor in taken:  # the end of the job looks through /proc
                     os.close(descriptor)
-                with open(fifo, "w") as file:
-                    file.write("\\n")
+                os.write(gate, b"\\n")
                 await agent.wait()
 
-        events, taken = [], []
+        events, taken, is_full = [], [], asyncio.Event()
         resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
         asyncio.run(main())
         print(*(type(event).__name__ for event in events))
