@@ -4,6 +4,7 @@ The public modules:
 
 elastic_aio                  describe jobs, run them, and read their events and results
 elastic_aio.events           every event
+elastic_aio.control          see and control a job that runs in another process
 elastic_aio.worker           inside a worker: `WorkerContext`, `record`; never loads asyncio
 elastic_aio.multiprocessing  groups of processes without restarts, as in torch.multiprocessing
 elastic_aio.sync             the same groups for programs without an event loop
@@ -32,11 +33,14 @@ if TYPE_CHECKING:
     from elastic_aio.agent.agent import Agent as Agent
     from elastic_aio.agent.event_log import EventListener as EventListener
     from elastic_aio.aio import EventReader as EventReader
+    from elastic_aio.errors import AgentUnreachable as AgentUnreachable
+    from elastic_aio.errors import ControlError as ControlError
     from elastic_aio.errors import ElasticAioError as ElasticAioError
     from elastic_aio.errors import HostError as HostError
     from elastic_aio.errors import InternalError as InternalError
     from elastic_aio.errors import JobEnded as JobEnded
     from elastic_aio.errors import JobFailed as JobFailed
+    from elastic_aio.errors import JobNotFound as JobNotFound
     from elastic_aio.errors import JobStopped as JobStopped
     from elastic_aio.errors import RendezvousFailed as RendezvousFailed
     from elastic_aio.errors import SpawnError as SpawnError
@@ -127,7 +131,10 @@ else:
         {
             "elastic_aio.agent.event_log": "EventListener",
             "elastic_aio.aio": "EventReader",
-            "elastic_aio.errors": "StoreClosed StoreLost StoreRefused StoreTimeout",
+            "elastic_aio.errors": """
+                AgentUnreachable ControlError JobNotFound StoreClosed StoreLost StoreRefused
+                StoreTimeout
+            """,
             "elastic_aio.event_json": "event_from_json event_to_json",
             "elastic_aio.http.server": "StatusServer",
             "elastic_aio.logs.console": "ConsoleTarget TextOutput",

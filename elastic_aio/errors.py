@@ -11,6 +11,9 @@
     │   ├── StoreLost               ... broke the connection, or is unreachable
     │   ├── StoreTimeout            ... did not have a key in time
     │   └── StoreRefused            ... refused the operation
+    ├── ControlError                a job refused a request on its control socket
+    │   ├── AgentUnreachable        ... or its agent does not answer
+    │   └── JobNotFound             ... or there is no such job
     ├── JobEnded                    the job ended without success; see `.result`
     │   ├── JobFailed               ... because its workers failed
     │   │   └── RendezvousFailed    ... because its nodes formed no round
@@ -98,6 +101,18 @@ class StoreTimeout(StoreError):
 
 class StoreRefused(StoreError):
     """The server refuses the operation; a retry does not help."""
+
+
+class ControlError(ElasticAioError):
+    """A request on a control socket is not valid, or was refused; the message is one line."""
+
+
+class AgentUnreachable(ControlError):
+    """The agent of a job does not answer in time, or the connection to it is lost."""
+
+
+class JobNotFound(ControlError):
+    """No job of this user on this host has this name, or several have it."""
 
 
 class JobEnded(ElasticAioError):

@@ -125,7 +125,7 @@ def test_all_names_can_be_imported_at_once() -> None:
 def test_help_lists_the_public_modules() -> None:
     text = elastic_aio.__doc__ or ""
     named = re.findall(r"^(elastic_aio[.\w]*)  +\S", text, re.MULTILINE)
-    assert len(named) == 8
+    assert len(named) == 9
     for name in named:
         assert importlib.import_module(name).__all__
 

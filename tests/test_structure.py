@@ -35,6 +35,7 @@ LATE = {
     "agent.worker_store": "the store of the workers is read by one kind of job only",
     "cli": "the guardian is spawned before anything else is imported",
     "cli.completion": "the table of all commands has this one",
+    "control.client": "a command does without an event loop",
     "cli.guides": "the table of all commands has this one",
     "cli.run_options": "the guardian is spawned before the sockets are imported",
     "compat.torch.site.sitecustomize": "the program may install nothing",

@@ -15,15 +15,14 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 
-from elastic_aio.cli.local_jobs import JobError, choose_job, command
+from elastic_aio.cli.local_jobs import choose_job, command
 from elastic_aio.cli.options import print_error
 from elastic_aio.cli.parser import OptionParser, add_timeout_option
 from elastic_aio.cli.status_text import local_time
 from elastic_aio.cli.store_jobs import store_errors
 from elastic_aio.cli.store_options import add_store_options, store_spec
-from elastic_aio.control.client import ControlClient
-from elastic_aio.control.protocol import DoneReply, ErrorReply, EventReply, GetEvents
-from elastic_aio.event_json import event_from_json, event_to_json
+from elastic_aio.control.client import CommandClient, iterate_blocking
+from elastic_aio.event_json import event_to_json
 from elastic_aio.events import Event
 from elastic_aio.launcher import run_coroutine
 from elastic_aio.rendezvous.event_stream import follow_job
@@ -144,16 +143,9 @@ async def _follow(arguments: argparse.Namespace) -> None:
 
 
 def _print_events(arguments: argparse.Namespace) -> None:
-    request = GetEvents(after=arguments.after, follow=arguments.follow)
-    reply = None
-    with ControlClient(choose_job(arguments.job).path) as client:
-        for reply in client.replies(request):
-            if isinstance(reply, ErrorReply):
-                raise JobError(reply.problem)
-            if isinstance(reply, EventReply):
-                _print_event(event_from_json(bytes(reply.event)), is_json=arguments.json)
-    if not isinstance(reply, DoneReply):
-        raise JobError("the connection to the agent is lost: more events may have followed")
+    client = CommandClient(choose_job(arguments.job))
+    for event in iterate_blocking(client.events(arguments.after, follow=arguments.follow)):
+        _print_event(event, is_json=arguments.json)
 
 
 def _print_event(event: Event, *, is_json: bool) -> None:

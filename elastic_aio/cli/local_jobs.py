@@ -11,8 +11,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -28,23 +29,17 @@ from elastic_aio.cli.status_text import (
     table,
     worker_row,
 )
-from elastic_aio.control.client import RunningJob, ask, find_jobs
-from elastic_aio.control.protocol import (
-    AwaitEnd,
-    ControlError,
-    ControlRequest,
-    DoneReply,
-    DumpReply,
-    DumpStacks,
-    EndReply,
-    ErrorReply,
-    GetStatus,
-    RestartJob,
-    SendSignal,
-    StatusReply,
-    StopJob,
+from elastic_aio.control.client import (
+    NO_JOB,
+    CommandClient,
+    JobClient,
+    RunningJob,
+    choose,
+    find_jobs,
+    run_blocking,
 )
-from elastic_aio.errors import SpecError
+from elastic_aio.control.protocol import EndReply
+from elastic_aio.errors import AgentUnreachable, ControlError, JobNotFound, SpecError
 from elastic_aio.outcome import JobState, signal_name
 from elastic_aio.process.rusage import with_usage
 from elastic_aio.ranks import format_ranks
@@ -59,10 +54,6 @@ from elastic_aio.status import JobStatus
 from elastic_aio.text import counted, error_reason, jsonable, one_line
 
 EXIT_CODES: Final = "Exit codes: 0 success, 1 the job does not answer, 2 no such job."
-
-_NO_JOB: Final = "no job of this user runs on this host"
-_ANSWER_S: Final = 10.0
-_DUMP_S: Final = 60.0
 
 Command = Callable[[Sequence[str]], int]
 """A sub-command: a function of its arguments that returns the exit code."""
@@ -126,21 +117,10 @@ def choose_job(name: str | None, jobs: Sequence[RunningJob] | None = None) -> Ru
     Raises:
         UsageError: there is no such job, or there are several.
     """
-    if jobs is None:
-        jobs = find_jobs()
-    found = matches(jobs, name)
-    if len(found) == 1:
-        return found[0]
-    if not jobs:
-        raise UsageError(f"JOB: {_NO_JOB}" + ("" if name is None else f" (got {name!r})"))
-    known = "; ".join(map(describe_job, found or jobs))
-    if found and _run_id(found[0]) and len({_run_id(job) for job in found}) == 1:
-        # Several nodes of one job on this host, or jobs of one id.
-        raise UsageError(f"JOB: {len(found)} launchers match: give the pid of one: {known}")
-    if name is None:
-        raise UsageError(f"JOB: must be given, {counted(len(jobs), 'job')} run here: {known}")
-    problem = "matches several: " if found else "no such job; running here: "
-    raise invalid_value("JOB", problem + known, name)
+    try:
+        return choose(find_jobs() if jobs is None else jobs, name)
+    except JobNotFound as error:
+        raise UsageError(f"JOB: {error}") from None
 
 
 def choose_job_to_change(name: str | None) -> RunningJob:
@@ -152,66 +132,13 @@ def choose_job_to_change(name: str | None) -> RunningJob:
     job = choose_job(name)
     if name is None and not (sys.stdin.isatty() and sys.stdout.isatty()):
         problem = "must be given where standard input or output is no terminal"
-        raise UsageError(f"JOB: {problem}; {describe_job(job)} runs here")
+        raise UsageError(f"JOB: {problem}; {job} runs here")
     return job
 
 
-def matches(jobs: Sequence[RunningJob], name: str | None) -> list[RunningJob]:
-    """Return the jobs that a name may mean: exact matches, else beginnings of run ids."""
-    if name is None:
-        return list(jobs)
-    if not name:
-        return []
-    exact = [job for job in jobs if str(job.pid) == name or _run_id(job) == name]
-    if exact:
-        return exact
-    named = [job for job in jobs if name in _names(job)]
-    return named or [job for job in jobs if _run_id(job).startswith(name)]
-
-
-def _run_id(job: RunningJob) -> str:
-    return "" if job.status is None else job.status.run_id
-
-
-def _names(job: RunningJob) -> set[str]:
-    entrypoint = "" if job.status is None else job.status.entrypoint
-    return {entrypoint, os.path.basename(entrypoint)} - {""}
-
-
-def describe_job(job: RunningJob) -> str:
-    if job.status is None:
-        return f"pid {job.pid} (does not answer)"
-    return f"{one_line(job.status.run_id, 40)} (pid {job.pid})"
-
-
-def ask_job(
-    job: RunningJob, request: ControlRequest, kind: type[R], timeout: float | None = None
-) -> R:
-    """Return the reply of a job, which is of this kind; wait `timeout` seconds for it.
-
-    Raises:
-        JobError: the job has refused the request.
-        OSError: it does not answer.
-        ControlError: it sends something else.
-    """
-    reply = ask(job.path, request, timeout)
-    if isinstance(reply, ErrorReply):
-        raise JobError(reply.problem)
-    if not isinstance(reply, kind):
-        raise ControlError("the agent has sent another kind of answer")
-    return reply
-
-
-def fresh_status(job: RunningJob, *, makes_files: bool = False) -> JobStatus:
-    """Return the present status of a job, with the usage of its workers.
-
-    With `makes_files` the log files that it names exist.
-
-    Raises:
-        JobError, OSError, ControlError: the job does not answer as it should.
-    """
-    reply = ask_job(job, GetStatus(makes_files=makes_files), StatusReply, _ANSWER_S)
-    return with_usage(reply.status) if job.is_local else reply.status
+def ask_job(job: RunningJob, ask: Callable[[JobClient], Coroutine[Any, Any, R]]) -> R:
+    """Return what a request returns, or raise ControlError."""
+    return run_blocking(ask(CommandClient(job)))
 
 
 # ------------------------------------------------------------------ the commands
@@ -233,7 +160,7 @@ def main_ps(argv: Sequence[str]) -> int:
     elif jobs:
         print("\n".join(table(JOB_COLUMNS, [job_row(job, now) for job in jobs])))
     else:
-        print(_NO_JOB)
+        print(NO_JOB)
     return 0
 
 
@@ -243,7 +170,7 @@ def main_status(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object")
     arguments = parser.parse_args(argv)
     job = choose_job(arguments.job)
-    status, now = fresh_status(job), time.time()
+    status, now = ask_job(job, JobClient.status), time.time()
     if arguments.json:
         print(_json(msgspec.to_builtins(status)))
         return 0
@@ -281,13 +208,21 @@ def main_stop(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     number = None if arguments.signal is None else _signal_number("--signal", arguments.signal)
     job = choose_job_to_change(arguments.job)
-    is_awaited, reason = not arguments.no_wait, arguments.reason
-    request = StopJob(signal=number, kill=arguments.kill, reason=reason, wait=is_awaited)
-    if is_awaited:
-        print(_ended(job, ask_job(job, request, EndReply)))
-    else:
-        ask_job(job, request, DoneReply)
-        print(f"job {describe_job(job)}: the stop was requested")
+    stop = partial(
+        JobClient.stop,
+        reason=arguments.reason,
+        signal=number,
+        kill=arguments.kill,
+        wait=not arguments.no_wait,
+    )
+    try:
+        end = ask_job(job, stop)
+    except AgentUnreachable as error:
+        if not arguments.kill or not ask_job(job, JobClient.kill_launcher):
+            raise
+        print_error("stop", f"{error}; its launcher was killed, and its guardian ends the job", 0)
+        return 0
+    print(f"job {job}: the stop was requested" if end is None else _ended(job, end))
     return 0
 
 
@@ -303,9 +238,9 @@ def main_restart(argv: Sequence[str]) -> int:
     parser.add_argument("--reason", default="", metavar="TEXT", help="for the events")
     arguments = parser.parse_args(argv)
     job = choose_job_to_change(arguments.job)
-    if not ask_job(job, RestartJob(reason=arguments.reason), DoneReply).is_done:
+    if not ask_job(job, partial(JobClient.restart, reason=arguments.reason)):
         raise JobError("the job has ended without another attempt")
-    print(f"job {describe_job(job)} restarted: attempt {fresh_status(job).attempt} runs")
+    print(f"job {job} restarted: attempt {ask_job(job, JobClient.status).attempt} runs")
     return 0
 
 
@@ -315,7 +250,7 @@ def main_dump(argv: Sequence[str]) -> int:
     parser.add_argument("--reason", default="", metavar="TEXT", help="for the text and the events")
     arguments = parser.parse_args(argv)
     job = choose_job(arguments.job)
-    reply = ask_job(job, DumpStacks(reason=arguments.reason), DumpReply, _DUMP_S)
+    reply = ask_job(job, partial(JobClient.dump, reason=arguments.reason))
     print(reply.text.rstrip())
     if reply.path is not None:
         print(f"also in {reply.path}")
@@ -347,9 +282,9 @@ def main_signal(argv: Sequence[str]) -> int:
             known = format_ranks(running) or "none"
             problem = f"must be the rank of a running worker of this node: {known}"
             raise invalid_value("--rank", problem, arguments.rank)
-    reply = ask_job(job, SendSignal(signal=number, rank=rank), DoneReply, _ANSWER_S)
+    reply = ask_job(job, partial(JobClient.signal, signal=number, rank=rank))
     sent, workers = signal_name(number), counted(len(reply.pids), "worker")
-    print(f"job {describe_job(job)}: {sent} sent to {workers}", flush=True)
+    print(f"job {job}: {sent} sent to {workers}", flush=True)
     if reply.unhandled and number != signal.SIGKILL:
         ranks = format_ranks(reply.unhandled)
         have = f"rank {ranks} has" if len(reply.unhandled) == 1 else f"ranks {ranks} have"
@@ -373,7 +308,7 @@ def main_wait(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     job = choose_job(arguments.job)
     try:
-        reply = ask_job(job, AwaitEnd(), EndReply, arguments.timeout)
+        reply = ask_job(job, partial(JobClient.wait, timeout=arguments.timeout))
     except TimeoutError:
         return 124  # as timeout(1)
     print(_ended(job, reply))
@@ -382,11 +317,11 @@ def main_wait(argv: Sequence[str]) -> int:
 
 def _ended(job: RunningJob, reply: EndReply) -> str:
     # With the name: the only job need not be the job that is meant.
-    name, status = describe_job(job), job.status
+    status = job.status
     if reply.state is JobState.STOPPED and status is not None and status.group_world_size > 1:
-        ended = f"node {status.node} has left job {name}"  # which may go on
+        ended = f"node {status.node} has left job {job}"  # which may go on
     else:
-        ended = f"job {name} {reply.state.value}"
+        ended = f"job {job} {reply.state.value}"
     return f"{ended}, exit code {reply.exit_code}: {one_line(reply.why)}"
 
 

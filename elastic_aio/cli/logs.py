@@ -6,24 +6,15 @@ The paths come from the status of the job and, for later attempts, from its even
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from functools import partial
 from typing import Final
 
 from elastic_aio.aio import cancel_and_wait, create_task
-from elastic_aio.cli.local_jobs import (
-    JobError,
-    choose_job,
-    command,
-    fresh_status,
-    job_parser,
-    matches,
-)
-from elastic_aio.control.client import RunningJob, find_jobs
-from elastic_aio.control.protocol import EventReply, GetEvents, decode_reply, encode
-from elastic_aio.event_json import event_from_json
+from elastic_aio.cli.local_jobs import JobError, ask_job, choose_job, command, job_parser
+from elastic_aio.control.client import JobClient, RunningJob, find_jobs, matches
 from elastic_aio.events import WorkerStarted
 from elastic_aio.launcher import run_coroutine
 from elastic_aio.logs.lines import LogLine
@@ -35,7 +26,6 @@ from elastic_aio.status import JobStatus, WorkerStatus
 from elastic_aio.text import counted
 
 _LINES: Final = 100
-_REPLY_MAX: Final = 1 << 26
 
 
 @command("logs")
@@ -58,7 +48,7 @@ def main_logs(argv: Sequence[str]) -> int:
     )
     arguments = parser.parse_args(argv)
     job, rank = _job_and_rank(arguments)
-    status = fresh_status(job, makes_files=True)
+    status = ask_job(job, partial(JobClient.status, usage=False, makes_files=True))
     ranks = {worker.rank for worker in status.workers}
     if rank is not None and rank not in ranks and ranks:
         raise UsageError(f"RANK: must be one of this node's: {sorted(ranks)} (got {rank})")
@@ -141,6 +131,7 @@ async def _follow(
     following = create_task(_add_attempts(job, after, streams, rank), name="follow the attempts")
     try:
         await _print(streams, printer, follow=True)
+        await following  # which has closed the streams, or says why it could not follow
     finally:
         await cancel_and_wait([following])
 
@@ -150,23 +141,16 @@ async def _add_attempts(
 ) -> None:
     """Add the files of later attempts; the streams are closed at the end of the job."""
     latest = -1
-    with closing(streams), suppress(OSError):  # the job has just ended
-        reader, writer = await asyncio.open_unix_connection(job.path, limit=_REPLY_MAX)
-        with closing(writer):
-            writer.write(encode(GetEvents(after=after, follow=True)))
-            async for line in reader:
-                reply = decode_reply(line)
-                if not isinstance(reply, EventReply):
-                    return
-                event = event_from_json(bytes(reply.event))
-                if not isinstance(event, WorkerStarted):
-                    continue
-                if event.attempt > latest:
-                    for attempt in {stream.attempt for stream in streams} - {event.attempt}:
-                        streams.complete(attempt)
-                    latest = event.attempt
-                if rank in (None, event.rank):
-                    _add(streams, event, event.attempt)
+    with closing(streams):
+        async for event in JobClient(job).events(after, follow=True):
+            if not isinstance(event, WorkerStarted):
+                continue
+            if event.attempt > latest:
+                for attempt in {stream.attempt for stream in streams} - {event.attempt}:
+                    streams.complete(attempt)
+                latest = event.attempt
+            if rank in (None, event.rank):
+                _add(streams, event, event.attempt)
 
 
 class LinePrinter:

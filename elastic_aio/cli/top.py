@@ -13,19 +13,13 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any, Final
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elastic_aio.cli.local_jobs import (
-    EXIT_CODES,
-    JobError,
-    choose_job,
-    command,
-    fresh_status,
-    job_parser,
-)
+from elastic_aio.cli.local_jobs import EXIT_CODES, choose_job, command, job_parser
 from elastic_aio.cli.status_text import (
     JOB_COLUMNS,
     MEASURED_S,
@@ -37,9 +31,8 @@ from elastic_aio.cli.status_text import (
     table,
     worker_row,
 )
-from elastic_aio.control.client import ControlClient, RunningJob, find_jobs
-from elastic_aio.control.protocol import ControlError, EventReply, GetEvents
-from elastic_aio.event_json import event_from_json
+from elastic_aio.control.client import CommandClient, RunningJob, find_jobs, run_blocking
+from elastic_aio.errors import ControlError
 from elastic_aio.events import JobFinished
 from elastic_aio.process.rusage import with_usage
 from elastic_aio.spec.checks import parse_seconds
@@ -114,36 +107,31 @@ class _Workers:
 
     def __init__(self, job: RunningJob) -> None:
         self._job = job
-        self._status = fresh_status(job)
+        self._client = CommandClient(job)
+        self._status = run_blocking(self._client.status())
         self._asked_at = time.time()
         self._meter = CpuMeter()
-        self._client = ControlClient(job.path)
-        self._client.send(GetEvents(after=self._status.seq, follow=True))
         self._end: JobFinished | None = None
+        self._resources = ExitStack()
 
     def __enter__(self) -> _Workers:
+        following = self._client.following(self._status.seq)
+        self._next_event = self._resources.enter_context(following)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._client.__exit__()
+        self._resources.close()
 
     def wait(self, seconds: float) -> bool:
         if self._end is not None:
             return False
         deadline, has_changed = time.monotonic() + seconds, False
         while (left := deadline - time.monotonic()) > 0:
-            try:
-                reply = self._client.receive(left)
-            except TimeoutError:
+            event = self._next_event(left)
+            has_changed = has_changed or event is not None
+            if isinstance(event, JobFinished):
+                self._end = event
                 break
-            if isinstance(reply, EventReply):
-                has_changed = True
-                event = event_from_json(bytes(reply.event))
-                if isinstance(event, JobFinished):
-                    self._end = event
-                    break
-            else:
-                return False  # the agent was killed, or the connection ended
         if self._end is not None:
             end = self._end
             self._status = replace(
@@ -154,8 +142,8 @@ class _Workers:
                 goodput=end.goodput or self._status.goodput,
             )
         elif has_changed:
-            with contextlib.suppress(OSError, ControlError, JobError):  # it is just ending
-                self._status = fresh_status(self._job)
+            with contextlib.suppress(ControlError):  # it is just ending
+                self._status = run_blocking(self._client.status())
                 self._asked_at = time.time()
         return True
 

@@ -13,10 +13,9 @@ from typing import Final
 from msgspec import Struct
 
 from elastic_aio import events, node_events
-from elastic_aio.cli.local_jobs import EXIT_CODES, JobError, choose_job, command, job_parser
+from elastic_aio.cli.local_jobs import EXIT_CODES, choose_job, command, job_parser
 from elastic_aio.cli.status_text import head_lines, local_time
-from elastic_aio.control.client import ControlClient
-from elastic_aio.control.protocol import ErrorReply, EventReply, GetEvents
+from elastic_aio.control.client import CommandClient, iterate_blocking
 from elastic_aio.event_json import event_from_json
 from elastic_aio.events import Event
 from elastic_aio.outcome import Failure
@@ -149,14 +148,7 @@ def main_why(argv: Sequence[str]) -> int:
 
 
 def _present(name: str | None) -> list[Event]:
-    history: list[Event] = []
-    with ControlClient(choose_job(name).path) as client:
-        for reply in client.replies(GetEvents()):
-            if isinstance(reply, EventReply):
-                history.append(event_from_json(bytes(reply.event)))
-            elif isinstance(reply, ErrorReply):
-                raise JobError(reply.problem)
-    return history
+    return [*iterate_blocking(CommandClient(choose_job(name)).events())]
 
 
 def _recorded(path: str) -> list[Event]:

@@ -1,31 +1,116 @@
-"""The client of control sockets: blocking, for commands that do nothing else."""
+"""The client of control sockets, with and without an event loop.
+
+Commands do nothing else and load no asyncio: their waits block, so that `run_blocking` runs a
+coroutine of this module in one step.  In a program the same coroutines wait in its event loop.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import os
+import select
 import socket
 import time
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from signal import SIGKILL, pidfd_send_signal
+from typing import Any, Final, TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from elastic_aio.control.protocol import (
-    ControlError,
+    AcceptedReply,
+    AwaitEnd,
     ControlRequest,
+    DoneReply,
+    DumpReply,
+    DumpStacks,
+    EndReply,
+    ErrorReply,
     EventReply,
+    GetEvents,
     GetStatus,
     Reply,
+    RestartJob,
+    SendSignal,
     StatusReply,
+    StopJob,
     decode_reply,
     encode,
 )
-from elastic_aio.control.sockets import SOCKET_SUFFIX, directories, is_peer_allowed, peer_of
-from elastic_aio.status import JobStatus
+from elastic_aio.control.sockets import (
+    SOCKET_SUFFIX,
+    directories,
+    has_ended,
+    is_peer_allowed,
+    open_peer,
+    peer_of,
+)
+from elastic_aio.errors import AgentUnreachable, ControlError, JobNotFound
+from elastic_aio.process.rusage import with_usage
+from elastic_aio.spec.checks import signal_number
+from elastic_aio.status import Event, JobStatus
+from elastic_aio.text import counted, error_reason, format_value, one_line
 
+NO_JOB: Final = "no job of this user runs on this host"
+ANSWER_S: Final = 10.0
+"""Seconds in which an agent reads a request."""
+
+_DUMP_S: Final = 60.0
+_PATIENCE_S: Final = 2.0
 _LINE_MAX: Final = 64 << 20
 _CHUNK: Final = 1 << 18
+
+R = TypeVar("R", bound=Struct)
+T = TypeVar("T")
+Wait = Callable[[Sequence[int], float | None], Awaitable[None]]
+"""Waits until a descriptor is readable; raises TimeoutError after so many seconds."""
+
+
+async def wait_blocking(descriptors: Sequence[int], timeout: float | None) -> None:
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    if not poll.poll(None if timeout is None else max(0.0, timeout) * 1000):
+        raise TimeoutError("timed out")
+
+
+async def wait_in_loop(descriptors: Sequence[int], timeout: float | None) -> None:
+    import asyncio  # which a command does without
+
+    loop = asyncio.get_running_loop()
+    is_readable = asyncio.Event()
+    for descriptor in descriptors:
+        loop.add_reader(descriptor, is_readable.set)
+    try:
+        async with asyncio.timeout(timeout):
+            await is_readable.wait()
+    except TimeoutError:
+        raise TimeoutError("timed out") from None
+    finally:
+        for descriptor in descriptors:
+            loop.remove_reader(descriptor)
+
+
+def run_blocking(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine whose waits are `wait_blocking`: it never suspends."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise RuntimeError("the coroutine waits for an event loop")
+
+
+def iterate_blocking(items: AsyncIterator[T]) -> Iterator[T]:
+    """Yield what an asynchronous generator yields whose waits are `wait_blocking`."""
+
+    async def following() -> T:
+        return await anext(items)
+
+    with suppress(StopAsyncIteration):
+        while True:
+            yield run_blocking(following())
 
 
 class RunningJob(Struct, frozen=True):
@@ -40,26 +125,43 @@ class RunningJob(Struct, frozen=True):
     status: JobStatus | None
     is_local: bool = True
 
+    def __str__(self) -> str:
+        if self.status is None:
+            return f"pid {self.pid} (does not answer)"
+        return f"{one_line(self.status.run_id, 40)} (pid {self.pid})"
 
-class ControlClient:
-    def __init__(self, path: str, timeout: float = 2.0) -> None:
-        """Connect within `timeout` seconds; raise an OSError without an agent of this user."""
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+
+class Channel:
+    """A connection to an agent, for one request; must be closed."""
+
+    def __init__(self, path: str, wait: Wait) -> None:
+        """Connect at once, or raise an OSError; BlockingIOError: too many clients wait for it."""
+        self._wait = wait
         self._received = bytearray()
-        try:
-            self._socket.settimeout(timeout)
+        with ExitStack() as undo:  # Ctrl-C too: no descriptor stays open
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            undo.enter_context(self._socket)
             self._socket.connect(path)
             if not is_peer_allowed(self._socket):
                 raise PermissionError(f"{path} is another user's")
-        except BaseException:  # Ctrl-C too: no descriptor stays open
-            self._socket.close()
-            raise
+            # A fork of the agent may hold the other end open.
+            self._agent = open_peer(self._socket, path)
+            undo.pop_all()
 
-    def __enter__(self) -> ControlClient:
+    def __enter__(self) -> Channel:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Give up what was not answered.  Idempotent."""
         self._socket.close()
+        agent, self._agent = self._agent, -1
+        if agent >= 0:
+            os.close(agent)
+
+    def give_up(self) -> None:
+        """End the connection for both sides; a `receive` that waits returns None."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     @property
     def pid(self) -> int:
@@ -67,24 +169,29 @@ class ControlClient:
         return peer_of(self._socket)[0]
 
     def send(self, request: ControlRequest) -> None:
-        """Send the request.  An agent that has refused the connection has said so already."""
-        with contextlib.suppress(BrokenPipeError):
+        """Send the request: the kernel has room for it.
+
+        An agent that has refused the connection has said so already.
+        """
+        with suppress(BrokenPipeError):
             self._socket.sendall(encode(request))
 
-    def receive(self, timeout: float | None = None) -> Reply | None:
-        """Return the next reply; None after the last reply.
+    async def receive(self, timeout: float | None = None) -> Reply | None:
+        """Return the next reply; None after the last reply, or if the agent was killed.
 
         Args:
             timeout: seconds; None waits without a limit.
+
+        Cancellation: loses no reply.
 
         Raises:
             TimeoutError: there is none in time.
             OSError: the connection is lost.
             ControlError: the agent sends something else.
         """
+        deadline = None if timeout is None else time.monotonic() + timeout
         while (end := self._received.find(b"\n")) < 0:
-            self._socket.settimeout(None if timeout is None else max(timeout, 1e-3))
-            chunk = self._socket.recv(_CHUNK)
+            chunk = await self._read(deadline)
             if not chunk:
                 if self._received:
                     raise ControlError("the answer has no end")
@@ -96,82 +203,310 @@ class ControlClient:
         del self._received[: end + 1]
         return decode_reply(line)
 
-    def replies(self, request: ControlRequest) -> Iterator[Reply]:
-        """Send a request, and yield all replies as they come.
+    async def _read(self, deadline: float | None) -> bytes:
+        """Return what has arrived; nothing at the end of the connection, or of the agent."""
+        watched = [number for number in (self._socket.fileno(), self._agent) if number >= 0]
+        is_gone = False
+        while True:
+            try:
+                return self._socket.recv(_CHUNK)
+            except BlockingIOError:
+                if is_gone:
+                    return b""
+            await self._wait(watched, None if deadline is None else deadline - time.monotonic())
+            is_gone = has_ended(self._agent)
 
-        The last reply is no event.  The end of the connection is not waited for: a forked worker
-        may have a copy of the agent's side.
-        """
-        self.send(request)
-        while (reply := self.receive()) is not None:
-            yield reply
-            if not isinstance(reply, EventReply):
-                break
+    async def kill_agent(self, timeout: float) -> bool:
+        """Kill the agent's process; return whether it has ended within `timeout` seconds."""
+        with suppress(OSError):  # it is gone already, or in another pid namespace
+            pidfd_send_signal(self._agent, SIGKILL)
+            await self._wait([self._agent], timeout)
+        return has_ended(self._agent)
 
 
-def ask(path: str, request: ControlRequest, timeout: float | None = None) -> Reply:
-    """Return the only reply to a request.
+class JobClient:
+    """What another process of this user can ask of a job, at its agent's control socket.
 
-    Raises:
-        OSError: there is no agent, it does not answer in time, or the connection is lost.
-        ControlError: the agent sends something else, or nothing.
+    Each request has a connection of its own, so several can be made at the same time.  Its methods
+    raise AgentUnreachable if the agent has not read the request in time, and so will not perform
+    it, or if the connection is lost; ControlError if the agent refuses the request.
+
+    Cancellation: a request that the agent has read is performed.
     """
-    with ControlClient(path) as client:
-        client.send(request)
-        reply = client.receive(timeout)
-    if reply is None:
-        raise ControlError("the agent has closed the connection")
+
+    _wait = staticmethod(wait_in_loop)
+
+    def __init__(self, job: RunningJob, *, timeout: float = ANSWER_S) -> None:
+        """Prepare; nothing is sent.  The agent has `timeout` seconds to read each request."""
+        self.job = job
+        self._timeout = timeout
+        self._channels: set[Channel] = set()
+
+    def __repr__(self) -> str:
+        return f"<JobClient of {self.job}>"
+
+    def close(self) -> None:
+        """Give up the requests that are not answered.  Idempotent."""
+        for channel in self._channels:
+            channel.give_up()
+
+    async def status(self, *, usage: bool = True, makes_files: bool = False) -> JobStatus:
+        """Return the present status.
+
+        Args:
+            usage: read what the workers have used, if they are processes of this pid namespace.
+            makes_files: each captured stream has its file from now on, also an empty stream.
+        """
+        reply = await self._ask(GetStatus(makes_files=makes_files), StatusReply, self._timeout)
+        return with_usage(reply.status) if usage and self.job.is_local else reply.status
+
+    async def events(self, after: int = -1, *, follow: bool = False) -> AsyncIterator[Event]:
+        """Iterate over the events after the number `after`; with `follow` to the end of the job."""
+        from elastic_aio.event_json import event_from_json  # most requests read no event
+
+        with self._request(GetEvents(after=after, follow=follow)) as channel:
+            limit: float | None = self._timeout
+            while True:
+                reply = await self._receive(channel, limit, Struct)
+                if isinstance(reply, EventReply):
+                    yield event_from_json(bytes(reply.event))
+                elif not isinstance(reply, AcceptedReply):
+                    _checked(reply, DoneReply)
+                    return
+                limit = None if follow else self._timeout
+
+    async def stop(
+        self,
+        reason: str = "",
+        *,
+        signal: int | str | None = None,
+        kill: bool = False,
+        wait: bool = True,
+    ) -> EndReply | None:
+        """End the job by its stop plan; return how it has ended.
+
+        Args:
+            reason: for the events and the result.
+            signal: number or name; replaces the first signal of the plan.
+            kill: end all processes at once.
+            wait: wait for the end; otherwise return None when the stop has begun.
+        """
+        number = None if signal is None else signal_number("signal", signal)
+        request = StopJob(reason=reason, signal=number, kill=kill, wait=wait)
+        if wait:
+            return await self._ask(request, EndReply)
+        await self._ask(request, DoneReply, self._timeout)
+        return None
+
+    async def kill_launcher(self) -> bool:
+        """Kill the launcher of an agent that does not answer; its guardian ends the workers.
+
+        Returns whether it has ended in time; False too if it is in another pid namespace.
+        """
+        with self._connected() as channel:
+            return await channel.kill_agent(self._timeout)
+
+    async def restart(self, reason: str = "") -> bool:
+        """Replace the present attempt; True once another one runs, False if the job has ended."""
+        return (await self._ask(RestartJob(reason=reason), DoneReply)).is_done
+
+    async def signal(self, signal: int | str, rank: int | None = None) -> DoneReply:
+        """Send a signal to the worker `rank`, or to each worker of the node.
+
+        Returns the `pids` that got it, and the `unhandled` ranks, which have no handler for it.
+        """
+        request = SendSignal(signal=signal_number("signal", signal), rank=rank)
+        return await self._ask(request, DoneReply, self._timeout)
+
+    async def dump(self, reason: str = "") -> DumpReply:
+        """Return what all workers of the node are doing: the `text`, and the `path` of its file."""
+        return await self._ask(DumpStacks(reason=reason), DumpReply, max(_DUMP_S, self._timeout))
+
+    async def wait(self, timeout: float | None = None) -> EndReply:
+        """Wait for the end of the job; return its `state`, `why`, and its `exit_code`.
+
+        Raises:
+            TimeoutError: it has not ended after `timeout` seconds.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            return await self._ask(AwaitEnd(), EndReply, timeout)
+        except AgentUnreachable:
+            if deadline is None or time.monotonic() < deadline:
+                raise
+            raise TimeoutError(f"the job has not ended after {timeout:g} s") from None
+
+    # ---------------------------------------------------------------- requests
+
+    @contextmanager
+    def _connected(self) -> Iterator[Channel]:
+        try:
+            channel = Channel(self.job.path, self._wait)
+        except OSError as error:
+            raise _unreachable(error) from error
+        self._channels.add(channel)
+        try:
+            with channel:
+                yield channel
+        finally:
+            self._channels.discard(channel)
+
+    @contextmanager
+    def _request(self, request: ControlRequest) -> Iterator[Channel]:
+        """Send a request, of which the first reply is AcceptedReply."""
+        with self._connected() as channel:
+            try:
+                channel.send(replace(request, acknowledge=True))
+            except OSError as error:
+                raise _unreachable(error) from error
+            yield channel
+
+    async def _receive(self, channel: Channel, timeout: float | None, kind: type[R]) -> R:
+        """Return the next reply, which is of this kind and comes within `timeout` seconds."""
+        try:
+            reply = await channel.receive(timeout)
+        except OSError as error:
+            raise _unreachable(error) from error
+        if reply is None:
+            raise AgentUnreachable("the connection to the agent is lost")
+        if isinstance(reply, ErrorReply):
+            raise ControlError(reply.problem)
+        return _checked(reply, kind)
+
+    async def _ask(self, request: ControlRequest, kind: type[R], timeout: float | None = None) -> R:
+        """Return the answer to a request, which takes `timeout` seconds at most."""
+        with self._request(request) as channel:
+            first = self._timeout if timeout is None else min(timeout, self._timeout)
+            reply = await self._receive(channel, first, Struct)
+            if isinstance(reply, AcceptedReply):
+                reply = await self._receive(channel, timeout, kind)
+            return _checked(reply, kind)
+
+
+class CommandClient(JobClient):
+    """The client of a command without an event loop: `run_blocking` runs its coroutines."""
+
+    _wait = staticmethod(wait_blocking)
+
+    @contextmanager
+    def following(self, after: int) -> Iterator[Callable[[float], Event | None]]:
+        """Yield a function that returns the next event, or None after so many seconds."""
+        from elastic_aio.event_json import event_from_json
+
+        def following(seconds: float) -> Event | None:
+            try:
+                reply = run_blocking(self._receive(channel, seconds, EventReply))
+            except AgentUnreachable as error:
+                if isinstance(error.__cause__, TimeoutError):
+                    return None
+                raise
+            return event_from_json(bytes(reply.event))
+
+        with self._request(GetEvents(after=after, follow=True)) as channel:
+            run_blocking(self._receive(channel, self._timeout, AcceptedReply))
+            yield following
+
+
+def _checked(reply: Struct, kind: type[R]) -> R:
+    if not isinstance(reply, kind):
+        raise ControlError("the agent has sent another kind of answer")
     return reply
 
 
-def find_jobs(patience: float = 2.0) -> list[RunningJob]:
+def _unreachable(error: OSError) -> AgentUnreachable:
+    return AgentUnreachable(f"the agent does not answer: {error_reason(error)}")
+
+
+# ------------------------------------------------------------------ which jobs there are
+
+
+@asynccontextmanager
+async def connect(
+    job: str | int | None = None, *, timeout: float = ANSWER_S
+) -> AsyncIterator[JobClient]:
+    """Find a job of this user on this host; its `JobClient` can be used in the block.
+
+    Args:
+        job: id of the run or its beginning, pid of the launcher, what the workers run, or the path
+            of a control socket; None is the only job.
+        timeout: seconds in which the agent has to read each request.
+
+    Raises:
+        JobNotFound: there is no such job, or there are several.
+    """
+    if isinstance(job, str) and job.endswith(SOCKET_SUFFIX):
+        jobs = await _look([job], timeout, wait_in_loop)
+        found = choose(jobs, None)
+    else:
+        jobs = await list_jobs(min(timeout, _PATIENCE_S))
+        found = choose(jobs, None if job is None else str(job))
+    client = JobClient(found, timeout=timeout)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+async def list_jobs(patience: float = _PATIENCE_S) -> list[RunningJob]:
     """Return the jobs of this user on this host, by the time of their start.
 
-    Sockets of launchers that were killed are removed.  All agents together have `patience`
-    seconds to answer: one may be suspended.
+    Sockets of launchers that were killed are removed.  All agents together have `patience` seconds
+    to answer: one may be suspended.
     """
-    clients: list[tuple[str, ControlClient | None]] = []
-    for path in _paths():
-        try:
-            client = ControlClient(path, patience)
-        except ConnectionRefusedError:
-            _remove(path)
-            continue
-        except (BlockingIOError, TimeoutError):
-            clients.append((path, None))  # more clients wait for it than it has room for
-            continue
-        except OSError:
-            continue  # just closed, or another user's
-        with contextlib.suppress(OSError):
-            client.send(GetStatus())
-        clients.append((path, client))
-    deadline = time.monotonic() + patience
-    jobs = [_read_job(path, client, deadline) for path, client in clients]
+    return await _look(_paths(), patience, wait_in_loop)
+
+
+def find_jobs(patience: float = _PATIENCE_S) -> list[RunningJob]:
+    """Return what `list_jobs` returns, in a program without an event loop."""
+    return run_blocking(_look(_paths(), patience, wait_blocking))
+
+
+async def _look(paths: Sequence[str], patience: float, wait: Wait) -> list[RunningJob]:
+    with ExitStack() as stack:
+        channels: list[tuple[str, Channel | None]] = []
+        for path in paths:
+            try:
+                channel = stack.enter_context(Channel(path, wait))
+            except ConnectionRefusedError:
+                _remove(path)
+            except BlockingIOError:
+                channels.append((path, None))
+            except OSError:
+                continue  # just closed, or another user's
+            else:
+                with suppress(OSError):
+                    channel.send(GetStatus())
+                channels.append((path, channel))
+        deadline = time.monotonic() + patience
+        jobs = [await _read_job(path, channel, deadline) for path, channel in channels]
     found = [job for job in jobs if job is not None]
     return sorted(found, key=lambda job: (job.status and job.status.started_at) or 0.0)
 
 
-def _remove(path: str) -> None:
-    with contextlib.suppress(OSError):
-        os.unlink(path)
-
-
-def _is_gone(pid: int) -> bool:
-    """Whether a launcher is gone whose forks hold its socket open."""
+async def _read_job(path: str, channel: Channel | None, deadline: float) -> RunningJob | None:
+    """Return the job behind a socket; None if it has ended."""
+    named = int(number) if (number := os.path.basename(path).partition("-")[0]).isdigit() else 0
+    if channel is None:
+        return RunningJob(path, named, None)
     try:
-        if pid:
-            os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
-    return False
+        reply = await channel.receive(max(0.0, deadline - time.monotonic()))
+    except (OSError, ControlError):
+        return RunningJob(path, channel.pid or named, None)
+    if not isinstance(reply, StatusReply):
+        return None
+    agent = reply.status.agent_pid or named
+    return RunningJob(path, agent, reply.status, is_local=channel.pid == agent)
+
+
+def _remove(path: str) -> None:
+    with suppress(OSError):
+        os.unlink(path)
 
 
 def _paths() -> list[str]:
     paths = []
     for directory in directories():
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             names = os.listdir(directory)
             paths += [
                 os.path.join(directory, name)
@@ -181,20 +516,41 @@ def _paths() -> list[str]:
     return paths
 
 
-def _read_job(path: str, client: ControlClient | None, deadline: float) -> RunningJob | None:
-    """Return the job behind a socket; None if it has ended."""
-    named = int(number) if (number := os.path.basename(path).partition("-")[0]).isdigit() else 0
-    if client is None:
-        return RunningJob(path, named, None)
-    with client:
-        try:
-            reply = client.receive(deadline - time.monotonic())
-        except (OSError, ControlError):
-            if _is_gone(client.pid):
-                _remove(path)
-                return None
-            return RunningJob(path, client.pid or named, None)
-        if not isinstance(reply, StatusReply):
-            return None
-        agent = reply.status.agent_pid or named
-        return RunningJob(path, agent, reply.status, is_local=client.pid == agent)
+def choose(jobs: Sequence[RunningJob], name: str | None) -> RunningJob:
+    """Return the job of this name, or the only job, or raise JobNotFound."""
+    found = matches(jobs, name)
+    got = "" if name is None else f" (got {format_value(name)})"
+    if len(found) == 1:
+        return found[0]
+    if not jobs:
+        raise JobNotFound(NO_JOB + got)
+    known = "; ".join(map(str, found or jobs))
+    if found and _run_id(found[0]) and len({_run_id(job) for job in found}) == 1:
+        # Several nodes of one job on this host, or jobs of one id.
+        raise JobNotFound(f"{len(found)} launchers match: give the pid of one: {known}")
+    if name is None:
+        raise JobNotFound(f"must be given, {counted(len(jobs), 'job')} run here: {known}")
+    problem = "matches several: " if found else "no such job; running here: "
+    raise JobNotFound(f"{problem}{known}{got}")
+
+
+def matches(jobs: Sequence[RunningJob], name: str | None) -> list[RunningJob]:
+    """Return the jobs that a name may mean: exact matches, else beginnings of run ids."""
+    if name is None:
+        return list(jobs)
+    if not name:
+        return []
+    exact = [job for job in jobs if str(job.pid) == name or _run_id(job) == name]
+    if exact:
+        return exact
+    named = [job for job in jobs if name in _names(job)]
+    return named or [job for job in jobs if _run_id(job).startswith(name)]
+
+
+def _run_id(job: RunningJob) -> str:
+    return "" if job.status is None else job.status.run_id
+
+
+def _names(job: RunningJob) -> set[str]:
+    entrypoint = "" if job.status is None else job.status.entrypoint
+    return {entrypoint, os.path.basename(entrypoint)} - {""}

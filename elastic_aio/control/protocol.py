@@ -1,8 +1,8 @@
 """What a client asks of a job, and what the agent answers: one JSON object per line.
 
 Pure.  A connection carries one request: a line with its `command` and the `version` of the
-protocol.  Every line of the answer has a `reply`; the last line is no `event`.  Readers ignore
-unknown fields, and the version grows when a field changes its meaning.
+protocol.  Every line of the answer has a `reply`; the last line is no `event`, and not `accepted`.
+Readers ignore unknown fields, and the version grows when a field changes its meaning.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Final
 import msgspec
 from msgspec import Raw, Struct
 
+from elastic_aio.errors import ControlError
 from elastic_aio.outcome import JobState
 from elastic_aio.status import JobStatus
 from elastic_aio.text import jsonable
@@ -22,12 +23,10 @@ REQUEST_MAX: Final = 64 * 1024
 """Bytes of a request."""
 
 
-class ControlError(ValueError):
-    """An invalid request or answer; the message is one line."""
-
-
 class _ControlMessage(Struct, frozen=True, kw_only=True, tag_field="command"):
     version: int = VERSION
+    acknowledge: bool = False
+    """Whether the answer begins with an `AcceptedReply`: it may take as long as the job."""
 
 
 class GetStatus(_ControlMessage, frozen=True, kw_only=True, tag="status"):
@@ -87,6 +86,10 @@ class AwaitEnd(_ControlMessage, frozen=True, kw_only=True, tag="wait"):
 ControlRequest = GetStatus | GetEvents | StopJob | RestartJob | SendSignal | DumpStacks | AwaitEnd
 
 
+class AcceptedReply(Struct, frozen=True, tag_field="reply", tag="accepted"):
+    """The agent has read the request, which it now performs; the answer follows."""
+
+
 class StatusReply(Struct, frozen=True, tag_field="reply", tag="status"):
     """What the job is doing."""
 
@@ -129,7 +132,7 @@ class ErrorReply(Struct, frozen=True, tag_field="reply", tag="error"):
     problem: str
 
 
-Reply = StatusReply | EventReply | EndReply | DoneReply | DumpReply | ErrorReply
+Reply = AcceptedReply | StatusReply | EventReply | EndReply | DoneReply | DumpReply | ErrorReply
 
 _encoder = msgspec.json.Encoder()
 _requests: msgspec.json.Decoder[ControlRequest] = msgspec.json.Decoder(ControlRequest)

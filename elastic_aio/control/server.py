@@ -15,12 +15,15 @@ import os
 import socket
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
+
+from msgspec.json import encode
 
 from elastic_aio.aio import ForkGuard, create_task
 from elastic_aio.control.sockets import SOCKET_SUFFIX, is_peer_allowed, make_directory
 from elastic_aio.sockets import Acceptor
-from elastic_aio.text import error_reason
+from elastic_aio.text import error_reason, format_value
 
 if TYPE_CHECKING:
     from elastic_aio.control.session import ControlledJob
@@ -148,8 +151,12 @@ class ControlServer:
         if job is None or not is_peer_allowed(connection):
             connection.close()
             return
-        from elastic_aio.control.session import refuse, serve  # most jobs are never asked
-
+        try:
+            from elastic_aio.control.session import serve  # most jobs are never asked
+        except Exception as error:  # noqa: BLE001  # the package was removed since the start
+            refuse(connection, f"the request failed: {format_value(error)}")
+            self._log(error)
+            return
         if len(self._sessions) >= self._connections_max:
             refuse(connection, f"{self._connections_max} connections are open already")
             return
@@ -160,5 +167,14 @@ class ControlServer:
     def _on_answered(self, session: asyncio.Task[None]) -> None:
         self._sessions.discard(session)
         if not session.cancelled() and (error := session.exception()) is not None:
-            context = {"message": "a control request failed", "exception": error}
-            self._loop.call_exception_handler(context)
+            self._log(error)
+
+    def _log(self, error: BaseException) -> None:
+        context = {"message": "a control request failed", "exception": error}
+        self._loop.call_exception_handler(context)
+
+
+def refuse(connection: socket.socket, problem: str) -> None:
+    """Answer without a request, and close the connection."""
+    with connection, suppress(OSError):
+        connection.send(encode({"reply": "error", "problem": problem}) + b"\n")

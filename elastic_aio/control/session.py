@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import select
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
@@ -13,8 +14,8 @@ from msgspec import Raw
 from elastic_aio.aio import EventReader, cancel_and_wait, create_task
 from elastic_aio.control.protocol import (
     REQUEST_MAX,
+    AcceptedReply,
     AwaitEnd,
-    ControlError,
     ControlRequest,
     DoneReply,
     DumpReply,
@@ -33,11 +34,12 @@ from elastic_aio.control.protocol import (
     encode,
 )
 from elastic_aio.control.sockets import describe_peer
-from elastic_aio.errors import SpecError
+from elastic_aio.errors import ControlError, SpecError
 from elastic_aio.event_json import event_to_json
 from elastic_aio.events import Event, JobFinished, SignalForwarded
 from elastic_aio.stacks import StackDump
 from elastic_aio.status import JobStatus
+from elastic_aio.text import format_value
 
 PATIENCE: Final = 5.0
 """Seconds for a client to send its request."""
@@ -71,12 +73,6 @@ class ControlledJob(ViewedJob, Protocol):
     def forward_signal(self, signal: int | str, *, rank: int | None = None) -> tuple[int, ...]: ...
 
 
-def refuse(connection: socket.socket, problem: str) -> None:
-    """Answer without a request, and close the connection."""
-    with connection, contextlib.suppress(OSError):
-        connection.send(encode(ErrorReply(problem)))
-
-
 async def serve(connection: socket.socket, job: ControlledJob) -> None:
     """Read one request from a connection, answer it, and close the connection.
 
@@ -106,9 +102,10 @@ async def serve(connection: socket.socket, job: ControlledJob) -> None:
             except ControlError as error:
                 await send(ErrorReply(str(error)))
                 return
+        if _has_hung_up(connection):
+            return  # it has given up: this process was suspended, or busy
         answering = create_task(_answer(job, request, client, send), name="answer")
-        # A client sends nothing more, so the only thing to read is its end.
-        ending = create_task(reader.read(1), name="end of a control connection")
+        ending = create_task(_hang_up(reader, connection), name="end of a control connection")
         try:
             await asyncio.wait([answering, ending], return_when=asyncio.FIRST_COMPLETED)
             if answering.done():
@@ -116,10 +113,35 @@ async def serve(connection: socket.socket, job: ControlledJob) -> None:
                 answering.result()
         finally:
             await cancel_and_wait([answering, ending])
-    except (OSError, EOFError, TimeoutError):
+    except (ConnectionError, EOFError, TimeoutError):
         pass
     finally:
         writer.close() if is_answered else writer.transport.abort()
+
+
+def _has_hung_up(connection: socket.socket) -> bool:
+    """Whether the client has closed the connection; the end of its request alone is none."""
+    poll = select.poll()
+    poll.register(connection.fileno(), 0)
+    return bool(poll.poll(0))
+
+
+async def _hang_up(reader: asyncio.StreamReader, connection: socket.socket) -> None:
+    """Wait until the client has closed the connection."""
+    while await reader.read(REQUEST_MAX):
+        pass
+    if _has_hung_up(connection):
+        return
+    # It sends no more, and still reads, as `nc -N` does.  The loop cannot wait for a hang-up
+    # alone, which epoll always reports (epoll_ctl(2)).
+    with select.epoll() as hang_up:
+        hang_up.register(connection.fileno(), 0)
+        loop, closed = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(hang_up.fileno(), closed.set)
+        try:
+            await closed.wait()
+        finally:
+            loop.remove_reader(hang_up.fileno())
 
 
 async def _read_request(reader: asyncio.StreamReader) -> ControlRequest:
@@ -131,10 +153,15 @@ async def _read_request(reader: asyncio.StreamReader) -> ControlRequest:
 
 async def _answer(job: ControlledJob, request: ControlRequest, client: str, send: Send) -> None:
     try:
-        reply = await _perform(job, request, client, send)
+        if request.acknowledge:
+            await send(AcceptedReply())
+        await send(await _perform(job, request, client, send))
     except (SpecError, RuntimeError) as error:  # not valid, or the job has not begun
-        reply = ErrorReply(str(error))
-    await send(reply)
+        await send(ErrorReply(str(error)))
+    except Exception as error:  # a defect, or a lack of descriptors, or the client is gone
+        with contextlib.suppress(OSError):
+            await send(ErrorReply(f"the request failed: {format_value(error)}"))
+        raise
 
 
 async def _perform(job: ControlledJob, request: ControlRequest, client: str, send: Send) -> Reply:

@@ -10,12 +10,15 @@ other user can enter it.
 
 from __future__ import annotations
 
+import errno
 import os
+import select
 import socket
 import stat
 import struct
+import time
 
-from elastic_aio.process.proc import name_of
+from elastic_aio.process import proc
 
 DIRECTORY_MODE = 0o700
 SOCKET_SUFFIX = ".sock"
@@ -25,6 +28,9 @@ CONTROL_DIR = "ELASTIC_AIO_CONTROL_DIR"
 
 # The path of a socket has at most 107 bytes (unix(7)); so much is left for the rest of it.
 _LENGTH_MAX = 60
+
+_SO_PEERPIDFD = 77  # since Linux 6.5: a pidfd of the peer
+_CLOCK_S = 2.0  # how far the clocks of a file system and of /proc may be apart
 
 
 def make_directory() -> str:
@@ -93,6 +99,45 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
+def open_peer(connection: socket.socket, path: str) -> int:
+    """Return a pidfd of the process that listens at the socket `path`; -1 if it cannot be had.
+
+    Raises:
+        ConnectionRefusedError: it has ended, but its forks hold the socket open.
+    """
+    descriptor: int | None
+    try:
+        descriptor = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError:
+        descriptor = _open_by_pid(peer_of(connection)[0], path)
+    if descriptor is None or has_ended(descriptor):
+        if descriptor is not None:
+            os.close(descriptor)
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "the launcher has ended")
+    return descriptor
+
+
+def _open_by_pid(pid: int, path: str) -> int | None:
+    """Return a pidfd, None if the process is gone: its pid may have been used again."""
+    if not pid or proc.is_foreign():
+        return -1
+    process = proc.read_process(pid)
+    if process is None:
+        return None
+    age = (proc.ticks_now() - process.start) / os.sysconf("SC_CLK_TCK")
+    is_younger = age + _CLOCK_S < time.time() - os.lstat(path).st_mtime
+    return None if is_younger else proc.open_pidfd(process)
+
+
+def has_ended(pidfd: int) -> bool:
+    """Whether the process of a pidfd is known to have ended."""
+    if pidfd < 0:
+        return False
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
 def describe_peer(connection: socket.socket) -> str:
     """Return program, pid and user id of the process at the other end of a Unix socket.
 
@@ -101,4 +146,4 @@ def describe_peer(connection: socket.socket) -> str:
     pid, uid = peer_of(connection)
     if not pid:
         return f"a process outside the container (uid {uid})"
-    return f"{name_of(pid)} (pid {pid}, uid {uid})"
+    return f"{proc.name_of(pid)} (pid {pid}, uid {uid})"

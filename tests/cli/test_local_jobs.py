@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 
 from elastic_aio.cli import local_jobs, main
-from elastic_aio.cli.local_jobs import JobError, choose_job, matches
+from elastic_aio.cli.local_jobs import JobError, choose_job
 from elastic_aio.cli.status_text import JOB_COLUMNS, head_lines, job_row
-from elastic_aio.control.client import RunningJob, find_jobs
+from elastic_aio.control.client import RunningJob, find_jobs, matches
 from elastic_aio.control.protocol import EndReply, Reply
 from elastic_aio.outcome import JobState
 from elastic_aio.spec.checks import UsageError
@@ -214,7 +214,7 @@ def test_a_script_names_the_job(argv: list[str], monkeypatch: pytest.MonkeyPatch
     """At a terminal the only job is meant."""
     asked = []
 
-    def ask_job(job: RunningJob, *_: object) -> Reply:
+    def ask_job(job: RunningJob, _: object) -> Reply:
         asked.append(job.pid)
         raise JobError("it was asked")
 

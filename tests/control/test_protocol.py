@@ -11,8 +11,8 @@ from msgspec import Raw
 
 from elastic_aio.control.protocol import (
     VERSION,
+    AcceptedReply,
     AwaitEnd,
-    ControlError,
     ControlRequest,
     DoneReply,
     DumpReply,
@@ -31,6 +31,7 @@ from elastic_aio.control.protocol import (
     decode_request,
     encode,
 )
+from elastic_aio.errors import ControlError
 from elastic_aio.outcome import JobState, ResourceUsage
 from elastic_aio.status import JobStatus, WorkerStatus
 
@@ -41,10 +42,11 @@ REQUESTS: list[ControlRequest] = [
     RestartJob(reason="new data"),
     SendSignal(signal=10, rank=3),
     DumpStacks(reason="slow"),
-    AwaitEnd(),
+    AwaitEnd(acknowledge=True),
 ]
 USAGE = ResourceUsage(1.0, 2.0, 3, 4, 5, 6, 7)
 REPLIES: list[Reply] = [
+    AcceptedReply(),
     StatusReply(JobStatus(run_id="r", workers=(WorkerStatus(0, 0, 7, usage=USAGE),))),
     EndReply(JobState.FAILED, "why", 3),
     DoneReply(is_done=False, pids=(1, 2), unhandled=(5,)),
@@ -79,6 +81,7 @@ def test_the_form_of_a_request() -> None:
     assert json.loads(encode(SendSignal(signal=10))) == {
         "command": "signal",
         "version": VERSION,
+        "acknowledge": False,
         "signal": 10,
         "rank": None,
     }

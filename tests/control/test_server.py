@@ -31,7 +31,7 @@ from elastic_aio import (
     event_from_json,
     launch,
 )
-from elastic_aio.control.client import ControlClient, RunningJob, ask, find_jobs
+from elastic_aio.control.client import RunningJob, find_jobs, run_blocking
 from elastic_aio.control.protocol import (
     REQUEST_MAX,
     AwaitEnd,
@@ -50,12 +50,11 @@ from elastic_aio.control.protocol import (
     StopJob,
     encode,
 )
-from elastic_aio.control.server import ControlServer
-from elastic_aio.control.session import refuse
+from elastic_aio.control.server import ControlServer, refuse
 from elastic_aio.control.sockets import CONTROL_DIR
 from elastic_aio.outcome import JobState
 from tests.support.children import DEADLINE_S, SLEEPER, noting, shell, until, until_ready
-from tests.support.control import own_control_dir, sockets
+from tests.support.control import ask, open_channel, own_control_dir, replies, sockets
 from tests.support.leaks import leaked_processes
 
 pytestmark = pytest.mark.both_loops
@@ -128,27 +127,22 @@ async def test_status() -> None:
         assert job.is_local
 
 
-def received(path: str, request: GetEvents) -> list[Reply]:
-    with ControlClient(path) as client:
-        return list(client.replies(request))
-
-
 async def test_the_events_so_far() -> None:
     async with controlled(nproc_per_node=2) as (agent, server):
-        *replies, last = await in_thread(received, server.path, GetEvents())
+        *events_, last = await in_thread(replies, server.path, GetEvents())
         assert last == DoneReply()
         events = [
-            event_from_json(bytes(one.event)) for one in replies if isinstance(one, EventReply)
+            event_from_json(bytes(one.event)) for one in events_ if isinstance(one, EventReply)
         ]
         assert [event.seq for event in events] == list(range(agent.status().seq + 1))
-        later = await in_thread(received, server.path, GetEvents(after=events[-2].seq))
+        later = await in_thread(replies, server.path, GetEvents(after=events[-2].seq))
         assert len(later) == 2
-        assert await in_thread(received, server.path, GetEvents(after=10**6)) == [DoneReply()]
+        assert await in_thread(replies, server.path, GetEvents(after=10**6)) == [DoneReply()]
 
 
 async def test_events_are_followed_to_the_end() -> None:
     async with controlled() as (agent, server):
-        following = asyncio.ensure_future(in_thread(received, server.path, GetEvents(follow=True)))
+        following = asyncio.ensure_future(in_thread(replies, server.path, GetEvents(follow=True)))
         waiting = asyncio.ensure_future(tell(server, AwaitEnd()))
         await connections(server, 2)
         await agent.stop(reason="enough")
@@ -255,7 +249,7 @@ async def test_clients_that_break_off_leave_nothing() -> None:
 
 async def test_too_many_connections_are_refused() -> None:
     async with controlled(limits={"connections_max": 2}) as (_, server):
-        with ControlClient(server.path) as first, ControlClient(server.path) as second:
+        with open_channel(server.path) as first, open_channel(server.path) as second:
             for client in first, second:
                 client.send(AwaitEnd())
             await connections(server, 2)
@@ -269,7 +263,7 @@ async def test_a_client_that_reads_nothing_delays_no_end() -> None:
     """The kernel's buffer is full long before all events are in it."""
     with ExitStack() as stack:
         async with controlled(event_history=100_000) as (agent, server):
-            client = stack.enter_context(ControlClient(server.path))
+            client = stack.enter_context(open_channel(server.path))
             client.send(GetEvents(follow=True))
             for _ in range(5000):
                 agent.forward_signal("SIGCONT")
@@ -282,8 +276,8 @@ async def test_a_flood_of_requests_does_not_stop_the_job() -> None:
     """The job's own work has its turn between two answers."""
     flood = (
         "import os, sys\n"
-        "from elastic_aio.control.client import ask\n"
         "from elastic_aio.control.protocol import GetStatus\n"
+        "from tests.support.control import ask\n"
         "print(flush=True)\n"
         "while True:\n"
         "    try: ask(sys.argv[1], GetStatus(), 30)\n"
@@ -307,7 +301,7 @@ async def test_a_flood_of_requests_does_not_stop_the_job() -> None:
 async def test_an_idle_job_that_is_watched_does_not_wake_up() -> None:
     """A client follows the events, another one waits for the end."""
     async with controlled() as (_, server):
-        with ControlClient(server.path) as follower, ControlClient(server.path) as waiter:
+        with open_channel(server.path) as follower, open_channel(server.path) as waiter:
             follower.send(GetEvents(follow=True))
             waiter.send(AwaitEnd())
             await connections(server, 2)
@@ -336,7 +330,7 @@ async def test_a_socket_that_is_lost_is_made_anew(directory: Path, way: str) -> 
         # A socket that was made anew is watched without the seconds of a short job.
         server.watched_after = DEADLINE_S
         first = server.path
-        with ControlClient(first) as waiter:
+        with open_channel(first) as waiter:
             waiter.send(AwaitEnd())
             await connections(server, 1)
             if way == "removed":
@@ -459,8 +453,8 @@ def test_a_refusal_before_the_request_is_read(directory: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen()
-        with ControlClient(path) as client:
+        with open_channel(path) as client:
             refuse(listener.accept()[0], "too many")
             client.send(GetStatus())
-            assert client.receive(30) == ErrorReply("too many")
-            assert client.receive(30) is None
+            assert run_blocking(client.receive(30)) == ErrorReply("too many")
+            assert run_blocking(client.receive(30)) is None

@@ -12,6 +12,7 @@ from pathlib import Path
 
 PACKAGES = [
     "elastic_aio",
+    "elastic_aio.control",
     "elastic_aio.multiprocessing",
     "elastic_aio.plugins",
     "elastic_aio.store",
@@ -22,6 +23,7 @@ PACKAGES = [
 LAZY = [
     "elastic_aio",
     "elastic_aio.compat.torch",
+    "elastic_aio.control",
     "elastic_aio.engines.etcd",
     "elastic_aio.engines.redis",
     "elastic_aio.http",

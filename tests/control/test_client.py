@@ -1,0 +1,171 @@
+"""The client of control sockets in an event loop: what a program can ask of a job."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from elastic_aio import Agent, JobFinished, JobStarted, LaunchSpec, WorkerStarted
+from elastic_aio.control import (
+    AgentUnreachable,
+    ControlError,
+    EndReply,
+    JobNotFound,
+    connect,
+    list_jobs,
+)
+from elastic_aio.outcome import JobState
+from tests.support.children import DEADLINE_S, SLEEPER, until, until_ready
+from tests.support.cli import running_cli
+from tests.support.control import own_control_dir, sockets
+from tests.support.leaks import leaked_processes
+
+pytestmark = pytest.mark.both_loops
+
+
+@pytest.fixture(autouse=True)
+def directory() -> Iterator[Path]:
+    with own_control_dir() as path:
+        yield path
+
+
+@asynccontextmanager
+async def job(run_id: str = "my-run", nproc: int = 2) -> AsyncIterator[Agent]:
+    async with Agent(
+        LaunchSpec(SLEEPER, nproc_per_node=nproc, run_id=run_id), control=True
+    ) as agent:
+        await until_ready(agent)
+        yield agent
+
+
+async def test_what_can_be_asked_of_a_job() -> None:
+    async with job() as agent, connect("my-run") as client:
+        status = await client.status()
+        assert status.run_id == "my-run"
+        assert all(worker.usage is not None for worker in status.workers)
+        assert (await client.signal("SIGCONT", rank=1)).pids == (agent.pids()[1],)
+        assert "rank 1" in (await client.dump()).text
+        kinds = [type(event) async for event in client.events()]
+        assert kinds[0] is JobStarted
+        assert kinds.count(WorkerStarted) == 2
+        assert await client.restart("new data") is True
+        assert (await client.status(usage=False)).attempt == 1
+        waiting = asyncio.ensure_future(client.wait())
+        following = asyncio.ensure_future(anext(client.events(agent.status().seq, follow=True)))
+        end = await client.stop("enough", signal="SIGINT")
+        assert isinstance(end, EndReply)
+        assert (end.state, end.exit_code) == (JobState.STOPPED, 130)
+        assert end.why.startswith("enough, requested by ")
+        assert await waiting == end
+        assert "enough" in (await following).sentence
+
+
+async def test_a_follower_sees_the_end_and_a_second_stop_changes_nothing() -> None:
+    async with job(), connect() as client:
+        assert await client.stop(wait=False) is None
+        *_, last = [event async for event in client.events(follow=True)]
+        assert isinstance(last, JobFinished)
+
+
+async def test_which_job_is_meant() -> None:
+    with pytest.raises(JobNotFound, match=r"^no job of this user runs on this host$"):
+        async with connect():
+            pass
+    async with job("a", 1), job("b", 1):
+        assert sorted(each.status.run_id for each in await list_jobs() if each.status) == ["a", "b"]
+        with pytest.raises(JobNotFound, match=r"^must be given, 2 jobs run here: "):
+            async with connect():
+                pass
+        with pytest.raises(JobNotFound, match=r"^no such job; running here: .* \(got 'x'\)$"):
+            async with connect("x"):
+                pass
+        async with connect("b") as named, connect(named.job.path) as by_path:
+            assert (await by_path.status()).run_id == "b"
+
+
+async def test_a_refusal_is_an_error() -> None:
+    async with job(), connect() as client:
+        with pytest.raises(ControlError, match=r"^rank: must be one of this node's running"):
+            await client.signal(18, rank=9)
+
+
+async def test_the_end_of_the_block_ends_what_still_waits(directory: Path) -> None:
+    """The agent notices it too: a slot of its connections is free again."""
+    async with job() as agent:
+        async with connect() as client:
+            waiting = asyncio.ensure_future(client.wait())
+            await asyncio.sleep(0)
+            events = client.events(follow=True)
+            await anext(events)
+        with pytest.raises(AgentUnreachable, match="the connection to the agent is lost"):
+            await waiting
+        with pytest.raises(AgentUnreachable):
+            _ = [event async for event in events]
+        assert agent.status().is_ready
+        assert len(sockets(directory)) == 1
+
+
+@pytest.fixture
+def silent(directory: Path) -> Iterator[str]:
+    """Listen as an agent that is suspended."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        path = str(directory / f"{os.getpid()}-00000000.sock")
+        listener.bind(path)
+        listener.listen()
+        yield path
+
+
+async def test_an_agent_that_does_not_answer_is_given_up(silent: str) -> None:
+    """Each request, within the limit; the job is not taken for gone."""
+    async with connect(os.getpid(), timeout=0.1) as client:
+        assert client.job.path == silent
+        requests = [
+            client.status(),
+            client.stop(),
+            client.stop(kill=True, wait=False),
+            client.restart(),
+            client.signal(10),
+            client.dump(),
+            client.wait(),
+            anext(client.events(follow=True)),
+            anext(client.events()),
+        ]
+        for request in requests:
+            with pytest.raises(AgentUnreachable, match=r"^the agent does not answer: timed out$"):
+                await request
+        with pytest.raises(TimeoutError, match="the job has not ended"):
+            await client.wait(0.01)
+
+
+async def test_silent_agents_do_not_delay_each_other(silent: str) -> None:
+    """All together have the patience."""
+    async with job():
+        found = await list_jobs(0.2)
+        assert sorted(each.status is None for each in found) == [False, True]
+        assert silent in [each.path for each in found if each.status is None]
+
+
+@pytest.mark.e2e
+async def test_a_follower_notices_that_the_launcher_was_killed() -> None:
+    with running_cli("--no-python", "sleep", "600") as program:
+        while not (found := await list_jobs()) or not found[0].status:
+            await asyncio.sleep(0.01)
+        async with connect(program.pid) as client:
+            events = client.events(follow=True)
+            await anext(events)
+            waiting = asyncio.ensure_future(client.wait())
+            os.kill(program.pid, signal.SIGKILL)
+            async with asyncio.timeout(DEADLINE_S):
+                with pytest.raises(AgentUnreachable):
+                    _ = [event async for event in events]
+                with pytest.raises(AgentUnreachable):
+                    await waiting
+        program.wait()
+    await until(lambda: not leaked_processes())
