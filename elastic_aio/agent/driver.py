@@ -237,8 +237,9 @@ class Driver:
         """Shorten every stop to SIGKILL because of `reason`, and end the job by `stop`."""
         why = "an immediate stop was requested"
         # First: a stop that begins sends its first signal at once.
-        self._runtime.tree.escalate_to_kill(reason or why)
-        self.receive(stop or StopReceived(why))
+        stop = stop or StopReceived(why)
+        self._runtime.tree.escalate_to_kill(reason or stop.reason)
+        self.receive(stop)
 
     def forward(self, signal: int, *, is_for_all: bool) -> None:
         """Send a signal that this process has received to the workers that handle it, or to all."""

@@ -220,7 +220,7 @@ def main_stop(argv: Sequence[str]) -> int:
     except AgentUnreachable as error:
         if not arguments.kill or not ask_job(job, JobClient.kill_launcher):
             raise
-        print_error("stop", f"{error}; its launcher was killed, and its guardian ends the job", 0)
+        print(f"job {job} killed: {error}, so its launcher got SIGKILL and its guardian ended it")
         return 0
     print(f"job {job}: the stop was requested" if end is None else _ended(job, end))
     return 0

@@ -47,6 +47,7 @@ from elastic_aio.control.sockets import (
     peer_of,
 )
 from elastic_aio.errors import AgentUnreachable, ControlError, JobNotFound
+from elastic_aio.process import proc
 from elastic_aio.process.rusage import with_usage
 from elastic_aio.spec.checks import signal_number
 from elastic_aio.status import Event, JobStatus
@@ -217,10 +218,20 @@ class Channel:
             is_gone = has_ended(self._agent)
 
     async def kill_agent(self, timeout: float) -> bool:
-        """Kill the agent's process; return whether it has ended within `timeout` seconds."""
-        with suppress(OSError):  # it is gone already, or in another pid namespace
+        """Kill the agent's process, and wait for the end of its children, the guardian too.
+
+        Returns whether it has ended within `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        with ExitStack() as stack, suppress(OSError):  # it may be in another pid namespace
+            ending = [self._agent]
+            for child in proc.list_children(self.pid):
+                with suppress(ProcessLookupError):
+                    ending.append(os.pidfd_open(child))
+                    stack.callback(os.close, ending[-1])
             pidfd_send_signal(self._agent, SIGKILL)
-            await self._wait([self._agent], timeout)
+            for pidfd in ending:
+                await self._wait([pidfd], deadline - time.monotonic())
         return has_ended(self._agent)
 
 

@@ -91,6 +91,8 @@ async def serve(connection: socket.socket, job: ControlledJob) -> None:
     writer.transport.set_write_buffer_limits(0)
 
     async def send(reply: Reply) -> None:
+        if writer.is_closing():  # uvloop raises a RuntimeError
+            raise ConnectionResetError
         writer.write(encode(reply))
         await writer.drain()
 

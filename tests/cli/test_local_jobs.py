@@ -13,16 +13,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from elastic_aio.cli import local_jobs, main
+from elastic_aio.cli import events, local_jobs, logs, main, top, why
 from elastic_aio.cli.local_jobs import JobError, choose_job
 from elastic_aio.cli.status_text import JOB_COLUMNS, head_lines, job_row
-from elastic_aio.control.client import RunningJob, find_jobs, matches
+from elastic_aio.control.client import CommandClient, RunningJob, find_jobs, matches
 from elastic_aio.control.protocol import EndReply, Reply
 from elastic_aio.outcome import JobState
 from elastic_aio.spec.checks import UsageError
@@ -488,6 +488,104 @@ def test_a_suspended_launcher_does_not_answer(
             assert "does not answer" in ask("status", "run-1", code=2)
         finally:
             program.send(signal.SIGCONT)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands give up after a moment."""
+    for module in (local_jobs, events, logs, top, why):
+        if hasattr(module, "CommandClient"):
+            monkeypatch.setattr(module, "CommandClient", partial(CommandClient, timeout=0.3))
+        if hasattr(module, "find_jobs"):
+            monkeypatch.setattr(module, "find_jobs", partial(find_jobs, 0.3))
+
+
+@pytest.mark.e2e
+@pytest.mark.usefixtures("impatient")
+def test_each_command_gives_up_and_nothing_is_carried_out_later(job: StartJob, ask: Ask) -> None:
+    with job() as program:
+        pid = str(program.pid)
+        program.send(signal.SIGSTOP)
+        for argv in (
+            ["status"],
+            ["why"],
+            ["dump"],
+            ["logs"],
+            ["logs", "-f"],
+            ["events"],
+            ["events", "-f"],
+            ["top"],
+            ["wait"],
+            ["restart", pid],
+            ["signal", pid, "USR1"],
+            ["stop", pid],
+            ["stop", pid, "--no-wait"],
+        ):
+            printed = ask(*argv, code=1)
+            assert printed == f"aio-elastic {argv[0]}: the agent does not answer: timed out\n"
+        assert main(["wait", "--timeout", "0.1"]) == 124
+        program.send(signal.SIGCONT)
+        until_sync(lambda: phase(ask) == "running", "an answer")
+        kinds = {json.loads(line)["event"] for line in ask("events", "--json").splitlines()}
+        assert kinds == {"JobStarted", "WorkerStarted"}
+
+
+@pytest.mark.e2e
+@pytest.mark.usefixtures("impatient")
+def test_a_launcher_that_does_not_answer_is_killed(job: StartJob, ask: Ask) -> None:
+    """Only where --kill asks for it; then the command returns when the workers have ended."""
+    with job() as program:
+        program.send(signal.SIGSTOP)
+        printed = ask("stop", str(program.pid), "--kill", "--reason", "enough")
+        assert printed == (
+            f"job pid {program.pid} (does not answer) killed: the agent does not answer: timed"
+            " out, so its launcher got SIGKILL and its guardian ended it\n"
+        )
+        assert not [one for one in leaked_processes().values() if "train.py" in one]
+        assert program.wait() == 137
+
+
+@pytest.mark.e2e
+def test_an_immediate_stop_has_its_reason(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    argv = ["bash", "-c", f"trap '' TERM; touch {ready}; while :; do sleep 0.1; done"]
+    with running_cli("--rdzv-id=run-1", "--no-python", *argv) as program:
+        until_sync(ready.exists, "the worker")
+        assert run_program([*CLI, "stop", "run-1", "--no-wait"]).code == 0
+        ended = run_program([*CLI, "stop", "run-1", "--kill", "--reason", "no time"])
+        assert ended.code == 0
+        assert program.wait() == 143
+        assert re.search(r"no time, requested by .*, sending SIGKILL to ", program.err)
+
+
+@pytest.mark.e2e
+def test_who_follows_a_job_says_that_its_launcher_was_killed(job: StartJob) -> None:
+    """A script must not take it for the end of the job."""
+    commands = [["wait"], ["events", "-f"], ["logs", "-f"], ["top", "--plain"]]
+    with job() as program, ExitStack() as stack:
+        followers = [stack.enter_context(running([*CLI, *argv])) for argv in commands]
+        for follower, text in zip(followers[1:], ("rank", "begins", "RANK"), strict=True):
+            follower.wait_out(text)
+        until_sync(lambda: len(_established(program.pid)) >= 4, "the connections")
+        program.send(signal.SIGKILL)
+        for follower, (name, *_) in zip(followers, commands, strict=True):
+            assert follower.wait() == 1
+            lost = f"aio-elastic {name}: the connection to the agent is lost\n"
+            assert follower.err.endswith(lost)
+        program.wait()
+
+
+def _established(pid: int) -> list[str]:
+    """Return the connections of a launcher, by the descriptors that are accepted sockets."""
+    directory = Path(f"/proc/{pid}/fd")
+    links = [os.readlink(path) for path in directory.iterdir() if path.is_symlink()]
+    table = Path("/proc/net/unix").read_text().splitlines()
+    connected = {
+        f"socket:[{fields[6]}]"
+        for fields in map(str.split, table[1:])
+        if len(fields) == 8 and fields[5] == "03" and fields[7].endswith(".sock")
+    }
+    return [link for link in links if link in connected]
 
 
 @pytest.mark.e2e

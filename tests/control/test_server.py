@@ -34,6 +34,7 @@ from elastic_aio import (
 from elastic_aio.control.client import RunningJob, find_jobs, run_blocking
 from elastic_aio.control.protocol import (
     REQUEST_MAX,
+    AcceptedReply,
     AwaitEnd,
     ControlRequest,
     DoneReply,
@@ -245,6 +246,88 @@ async def test_clients_that_break_off_leave_nothing() -> None:
                 await connections(server, 1)
             await connections(server, 0)
         assert agent.status().is_ready
+
+
+def half_close(path: str, request: bytes) -> socket.socket:
+    """Send a request, and say that no other one follows, as `nc -N` does."""
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(path)
+    sock.sendall(request)
+    sock.shutdown(socket.SHUT_WR)
+    return sock
+
+
+async def test_a_client_that_sends_no_more_gets_its_answer() -> None:
+    """It waits for the end; the agent notices when it gives up nevertheless."""
+    async with controlled() as (agent, server):
+        with (
+            half_close(server.path, encode(AwaitEnd())) as waiter,
+            half_close(server.path, encode(GetEvents(follow=True))) as follower,
+        ):
+            await connections(server, 2)
+            follower.close()
+            await connections(server, 1)
+            await agent.stop()
+            assert b'"reply":"end"' in await in_thread(waiter.recv, 65536)
+
+
+async def test_a_request_that_was_given_up_is_not_performed() -> None:
+    """The agent was suspended, or busy, until the client had closed the connection."""
+    async with controlled() as (agent, server):
+        before = agent.status().seq
+        for request in (StopJob(), RestartJob(), SendSignal(signal=10), DumpStacks()):
+            for close in (socket.socket.close, lambda sock: sock.shutdown(socket.SHUT_RDWR)):
+                with socket.socket(socket.AF_UNIX) as sock:
+                    sock.connect(server.path)
+                    sock.sendall(encode(request))
+                    close(sock)
+        assert isinstance(await tell(server, GetStatus()), StatusReply)
+        await connections(server, 0)
+        assert agent.status().seq == before
+
+
+async def test_a_request_is_acknowledged_where_that_is_asked_for() -> None:
+    """Before its answer, which may take as long as the job."""
+    async with controlled() as (agent, server):
+        with open_channel(server.path) as client:
+            client.send(AwaitEnd(acknowledge=True))
+            assert await in_thread(run_blocking, client.receive(30)) == AcceptedReply()
+            await agent.stop()
+            assert isinstance(await in_thread(run_blocking, client.receive(30)), EndReply)
+
+
+@pytest.mark.parametrize("error", [ImportError("no module"), OSError(24, "x"), KeyError("k")])
+async def test_a_failure_of_a_request_is_its_answer_and_logged(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job goes on."""
+    logged: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
+    async with controlled() as (agent, server):
+
+        async def dump(_: str) -> None:
+            raise error
+
+        monkeypatch.setattr(agent, "dump", dump)
+        problem = f"the request failed: {error!r}"
+        assert await tell(server, DumpStacks()) == ErrorReply(problem)
+        await connections(server, 0)
+        assert [context["exception"] for context in logged] == [error]
+        assert agent.status().is_ready
+
+
+async def test_requests_are_answered_although_their_module_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The package was removed before the module was loaded."""
+    logged: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
+    async with controlled() as (_, server):
+        monkeypatch.setitem(sys.modules, "elastic_aio.control.session", None)
+        reply = await tell(server, GetStatus())
+        assert isinstance(reply, ErrorReply)
+        assert "the request failed: ModuleNotFoundError(" in reply.problem
+        assert len(logged) == 1
 
 
 async def test_too_many_connections_are_refused() -> None:
