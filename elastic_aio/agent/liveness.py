@@ -73,7 +73,6 @@ class Liveness:
         period = min([PERIOD_S, *(limit / 8 for limit in spec.liveness.deadlines)])
         self._sockets = NotifySockets(self._on_message, self._worker_of_session, period=period)
         self._watchdog: Watchdog | None = None
-        self._reserve: int | None = None  # a descriptor, for the load in the middle of the job
         self._records: Mapping[int, WorkerRecord] = {}
         self._attempt = 0
         self._on_hung: Callable[[int, str], None] = lambda local_rank, why: None
@@ -109,17 +108,14 @@ class Liveness:
                 raise HostError(f"cannot listen to the workers: {error_reason(error)}") from error
         if spec.timers:
             self._loaded().open_timers(spec.timers)
-        if self._watchdog is None:
-            with suppress(OSError):
-                self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def _loaded(self) -> Watchdog:
-        """Return the watchdog, loaded now if it was not before, or raise OSError.
+        """Return the watchdog, made now if it was not before.
 
-        No descriptor may be left to load it; one was kept for that.
+        Its modules are loaded while the job is idle (see `later`); before, OSError or ImportError
+        may be raised.
         """
         if self._watchdog is None:
-            self._free_reserve()
             from elastic_aio.watch.watchdog import Watchdog
 
             watchdog = self._watchdog = Watchdog(
@@ -142,11 +138,6 @@ class Liveness:
             if self._succeeded_at is not None:
                 watchdog.on_success(self._succeeded_at, self.peers_finished)
         return self._watchdog
-
-    def _free_reserve(self) -> None:
-        if self._reserve is not None:
-            os.close(self._reserve)
-            self._reserve = None
 
     # ------------------------------------------------------------ an attempt
 
@@ -201,7 +192,7 @@ class Liveness:
     def _on_unfinished(self) -> None:
         self._unfinished = None
         if self._sockets.local_ranks and self._succeeded_at is not None and not self._is_stopping:
-            with suppress(OSError):
+            with suppress(OSError, ImportError):
                 self._loaded()  # which reports them
 
     def on_peers_finished(self, workers: int, ago: float) -> None:
@@ -229,14 +220,13 @@ class Liveness:
     async def aclose(self) -> None:
         self.end_deadlines()
         self._sockets.close()
-        self._free_reserve()
         if self._watchdog is not None:
             await self._watchdog.aclose()
 
     def _on_message(self, local_rank: int, message: bytes) -> None:
         try:
             watchdog = self._loaded()
-        except OSError:
+        except (OSError, ImportError):
             return  # as if this process did not read; the next message brings another try
         watchdog.on_message(local_rank, message)
 

@@ -17,6 +17,7 @@ from elastic_aio.agent.failures import (
     is_lost_peer_now,
     reason_now,
 )
+from elastic_aio.agent.later import load_later_modules
 from elastic_aio.agent.machine import StopReceived
 from elastic_aio.agent.preflight import check_runnable
 from elastic_aio.agent.runtime import LocalRuntime
@@ -171,11 +172,11 @@ class WorkerGroup:
         """Do what would delay the next stop or restart, while the loop is idle."""
         await asyncio.sleep(_IDLE_S)  # no event reports that the workers have started up
         self._runtime.output.directory.tidy()
-        if self.attempt:
-            return
-        compile_patterns()
-        peek_usage(-1)
-        await self._tree.descendants()  # which notes the processes that are older than the job
+        if not self.attempt:
+            compile_patterns()
+            peek_usage(-1)
+            await self._tree.descendants()  # which notes the processes that are older than the job
+        await load_later_modules()
 
     def _on_started(self, ranks: WorkerRanks, logs: WorkerLogs, child: Child) -> None:
         record = WorkerRecord(ranks, child.pid, logs, time.monotonic())

@@ -26,6 +26,18 @@ from elastic_aio.text import error_reason
 
 FAILED = "cannot start the guardian process"
 _MAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "guardian_main.py")
+# Runs the files of the guardian from memory; the comment is for readers of the process list.
+_LOADER = """\
+# guardian_main.py
+import sys
+with open(int(sys.argv.pop(1))) as file:
+    __file__, texts = eval(file.read())
+for name, text in texts.items():
+    sys.modules[name] = module = type(sys)(name)
+    exec(compile(text, name + ".py", "exec"), vars(module) if name != "guardian_main" else None)
+"""
+_FILES = ("proc", "descendants", "stop_order", "guardian_main")
+_program = b""
 # Set in the guardian's environment, so that an application that runs itself notices.
 _VARIABLE = "ELASTIC_AIO_GUARDIAN"
 # Descriptors of one message (SCM_MAX_FD in the kernel), of which some are left free.
@@ -144,16 +156,17 @@ class GuardianProcess:
                 resources.callback(os.close, self.report)
                 with open(writer, "wb", buffering=0):
                     numbers = (writer, job.session_list, job.pipes.descriptor)
+                    program = _open_program(resources)
                     scope = "all" if plan.reaches_all(first) else "leaders"
                     words = (*numbers, job.marker, job.since, first.signal, grace, scope)
                     self.process = subprocess.Popen(
-                        (self.python, "-I", "-S", _MAIN, *map(str, words)),
+                        (self.python, "-I", "-S", *program, *map(str, words)),
                         env={**os.environ, _VARIABLE: "1"},
                         cwd="/",  # it must not keep a file system from being unmounted
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.DEVNULL,
                         stderr=self.errors,
-                        pass_fds=numbers,
+                        pass_fds=(*numbers, *map(int, program[2:])),
                         start_new_session=True,
                     )
             except OSError as error:
@@ -175,7 +188,7 @@ def _interpreter(fallback: str | None) -> str:
     Raises:
         HostError: there is none, or this program was started in place of one.
     """
-    if not os.path.isfile(_MAIN):
+    if not _program and not os.path.isfile(_MAIN):
         raise HostError(f"{FAILED}: {_MAIN} is not a file; the package must not be in an archive")
     if _VARIABLE in os.environ:
         problem = f"this program was started as one: sys.executable is {sys.executable!r}"
@@ -187,6 +200,30 @@ def _interpreter(fallback: str | None) -> str:
         problem = f"sys.executable is {kind} ({sys.executable!r})"
         raise HostError(f"{FAILED}: {problem}; name an interpreter by LaunchSpec(python=...)")
     return python
+
+
+def keep_program() -> None:
+    """Keep the files of the guardian in memory: they may be replaced while a job runs."""
+    global _program
+    if _program:
+        return
+    texts = {}
+    with suppress(OSError):  # of an archive, or no descriptor is left
+        for name in _FILES:
+            with open(os.path.join(os.path.dirname(_MAIN), f"{name}.py"), encoding="utf-8") as file:
+                texts[name] = file.read()
+        _program = repr((_MAIN, texts)).encode()
+
+
+def _open_program(resources: ExitStack) -> tuple[str, ...]:
+    """Return the arguments of an interpreter: the file, or what runs the kept program."""
+    if not _program:
+        return (_MAIN,)
+    descriptor = os.memfd_create("elastic_aio-guardian-program", os.MFD_CLOEXEC)
+    resources.callback(os.close, descriptor)
+    os.write(descriptor, _program)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return "-c", _LOADER, str(descriptor)
 
 
 _early: list[GuardianProcess] = []

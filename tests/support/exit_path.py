@@ -15,9 +15,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from elastic_aio.agent.later import load_later_modules, missing_modules
 from elastic_aio.cli import entry
 from elastic_aio.process.children import PidfdWatch
-from elastic_aio.reasons import compile_patterns
 
 ENDS = {"signal": "pidfd_send_signal", "start": "fork_exec"}
 
@@ -34,13 +34,14 @@ class Trace:
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
-            if frame.f_code is compile_patterns.__code__:
-                (self._directory / "idle").touch()
             if frame.f_code is PidfdWatch._on_readable.__code__ and self._waits_for[0] == "exit":
                 del self._waits_for[0]
             if self._waits_for[0] != "exit":
                 self._modules.add(frame.f_globals.get("__name__", ""))
                 self._iterations += frame.f_code.co_name == "_run_once"
+        elif event == "return" and frame.f_code is load_later_modules.__code__:
+            if not any(missing_modules()):
+                (self._directory / "idle").touch()
         elif event == "c_call" and ENDS.get(stage := self._waits_for[0]) == argument.__name__:
             self.notes[stage] = sorted(self._modules), self._iterations
             del self._waits_for[0]

@@ -546,13 +546,16 @@ async def test_many_workers_report_at_once() -> None:
 
 
 def test_a_late_report_needs_no_free_descriptor(tmp_path: Path) -> None:
-    """The watchdog is loaded by the first message; the program may have used them up by then."""
+    """The watchdog is made by the first message; the program may have used them up by then."""
     code = """if True:
         import asyncio, os, resource, sys
         from contextlib import suppress
         from elastic_aio import Agent, LaunchSpec, WorkerReady, WorkerStarted
+        from elastic_aio.agent.later import missing_modules
 
         async def take_all():
+            while any(missing_modules()):  # the job is not idle yet
+                await asyncio.sleep(0.01)
             while True:
                 with suppress(OSError):
                     while True:
