@@ -39,7 +39,7 @@ from elastic_aio.control.client import (
     run_blocking,
 )
 from elastic_aio.control.protocol import EndReply
-from elastic_aio.errors import AgentUnreachable, ControlError, JobNotFound, SpecError
+from elastic_aio.errors import ControlError, JobNotFound, SpecError
 from elastic_aio.outcome import JobState, signal_name
 from elastic_aio.process.rusage import with_usage
 from elastic_aio.ranks import format_ranks
@@ -217,7 +217,7 @@ def main_stop(argv: Sequence[str]) -> int:
     )
     try:
         end = ask_job(job, stop)
-    except AgentUnreachable as error:
+    except ControlError as error:
         if not arguments.kill or not ask_job(job, JobClient.kill_launcher):
             raise
         print(f"job {job} killed: {error}, so its launcher got SIGKILL and its guardian ended it")

@@ -504,7 +504,8 @@ async def _read_job(path: str, channel: Channel | None, deadline: float) -> Runn
     except (OSError, ControlError):
         return RunningJob(path, channel.pid or named, None)
     if not isinstance(reply, StatusReply):
-        return None
+        # It has ended, or cannot answer: its package was removed, or it has too many clients.
+        return None if reply is None else RunningJob(path, channel.pid or named, None)
     agent = reply.status.agent_pid or named
     return RunningJob(path, agent, reply.status, is_local=channel.pid == agent)
 
