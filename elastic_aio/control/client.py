@@ -275,16 +275,11 @@ class JobClient:
         """Iterate over the events after the number `after`; with `follow` to the end of the job."""
         from elastic_aio.event_json import event_from_json  # most requests read no event
 
-        with self._request(GetEvents(after=after, follow=follow)) as channel:
-            limit: float | None = self._timeout
-            while True:
-                reply = await self._receive(channel, limit, Struct)
-                if isinstance(reply, EventReply):
-                    yield event_from_json(bytes(reply.event))
-                elif not isinstance(reply, AcceptedReply):
-                    _checked(reply, DoneReply)
-                    return
-                limit = None if follow else self._timeout
+        async with self._request(GetEvents(after=after, follow=follow)) as channel:
+            limit = None if follow else self._timeout
+            while isinstance(reply := await self._receive(channel, limit), EventReply):
+                yield event_from_json(bytes(reply.event))
+            _checked(reply, DoneReply)
 
     async def stop(
         self,
@@ -351,47 +346,40 @@ class JobClient:
 
     @contextmanager
     def _connected(self) -> Iterator[Channel]:
+        """Yield a connection; its errors become those of this class."""
         try:
-            channel = Channel(self.job.path, self._wait)
+            with Channel(self.job.path, self._wait) as channel:
+                self._channels.add(channel)
+                try:
+                    yield channel
+                finally:
+                    self._channels.discard(channel)
         except OSError as error:
-            raise _unreachable(error) from error
-        self._channels.add(channel)
-        try:
-            with channel:
-                yield channel
-        finally:
-            self._channels.discard(channel)
+            raise AgentUnreachable(f"the agent does not answer: {error_reason(error)}") from error
 
-    @contextmanager
-    def _request(self, request: ControlRequest) -> Iterator[Channel]:
-        """Send a request, of which the first reply is AcceptedReply."""
+    @asynccontextmanager
+    async def _request(
+        self, request: ControlRequest, timeout: float | None = None
+    ) -> AsyncIterator[Channel]:
+        """Send a request, and yield the connection when the agent has read it."""
         with self._connected() as channel:
-            try:
-                channel.send(replace(request, acknowledge=True))
-            except OSError as error:
-                raise _unreachable(error) from error
+            channel.send(replace(request, acknowledge=True))
+            limit = self._timeout if timeout is None else min(timeout, self._timeout)
+            _checked(await self._receive(channel, limit), AcceptedReply)
             yield channel
 
-    async def _receive(self, channel: Channel, timeout: float | None, kind: type[R]) -> R:
-        """Return the next reply, which is of this kind and comes within `timeout` seconds."""
-        try:
-            reply = await channel.receive(timeout)
-        except OSError as error:
-            raise _unreachable(error) from error
+    async def _receive(self, channel: Channel, timeout: float | None) -> Reply:
+        reply = await channel.receive(timeout)
         if reply is None:
             raise AgentUnreachable("the connection to the agent is lost")
         if isinstance(reply, ErrorReply):
             raise ControlError(reply.problem)
-        return _checked(reply, kind)
+        return reply
 
     async def _ask(self, request: ControlRequest, kind: type[R], timeout: float | None = None) -> R:
         """Return the answer to a request, which takes `timeout` seconds at most."""
-        with self._request(request) as channel:
-            first = self._timeout if timeout is None else min(timeout, self._timeout)
-            reply = await self._receive(channel, first, Struct)
-            if isinstance(reply, AcceptedReply):
-                reply = await self._receive(channel, timeout, kind)
-            return _checked(reply, kind)
+        async with self._request(request, timeout) as channel:
+            return _checked(await self._receive(channel, timeout), kind)
 
 
 class CommandClient(JobClient):
@@ -405,16 +393,14 @@ class CommandClient(JobClient):
         from elastic_aio.event_json import event_from_json
 
         def following(seconds: float) -> Event | None:
-            try:
-                reply = run_blocking(self._receive(channel, seconds, EventReply))
-            except AgentUnreachable as error:
-                if isinstance(error.__cause__, TimeoutError):
-                    return None
-                raise
-            return event_from_json(bytes(reply.event))
+            with suppress(TimeoutError):
+                reply = _checked(run_blocking(self._receive(channel, seconds)), EventReply)
+                return event_from_json(bytes(reply.event))
+            return None
 
-        with self._request(GetEvents(after=after, follow=True)) as channel:
-            run_blocking(self._receive(channel, self._timeout, AcceptedReply))
+        request = self._request(GetEvents(after=after, follow=True))
+        channel = run_blocking(request.__aenter__())
+        with channel:
             yield following
 
 
@@ -422,10 +408,6 @@ def _checked(reply: Struct, kind: type[R]) -> R:
     if not isinstance(reply, kind):
         raise ControlError("the agent has sent another kind of answer")
     return reply
-
-
-def _unreachable(error: OSError) -> AgentUnreachable:
-    return AgentUnreachable(f"the agent does not answer: {error_reason(error)}")
 
 
 # ------------------------------------------------------------------ which jobs there are
