@@ -44,11 +44,19 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import asdict
 
 from elastic_aio.agent.entrypoint import Entrypoint, PerRankOverrides
+from elastic_aio.agent.later import load_later_modules
 from elastic_aio.agent.liveness import Liveness
 from elastic_aio.agent.logs import JobOutput
 from elastic_aio.agent.preflight import device_env, startup_env, worker_cpus, worker_env
 from elastic_aio.agent.worker_store import MASTER_ADDR, MasterPorts
-from elastic_aio.aio import ForkGuard, PausableClock, run_in_thread, run_shielded
+from elastic_aio.aio import (
+    ForkGuard,
+    PausableClock,
+    cancel_and_wait,
+    create_task,
+    run_in_thread,
+    run_shielded,
+)
 from elastic_aio.errors import HostError, SpawnError
 from elastic_aio.events import (
     Event,
@@ -91,6 +99,8 @@ if TYPE_CHECKING:
     from elastic_aio.logs.paths import WorkerLogs
 
 
+# Seconds after which a node that waits for others loads what it may need later.
+_IDLE_S: Final = 1.0
 # Seconds that the removal of old runs may take at the end: a file server may be gone.
 _RUNS_S: Final = 10.0
 
@@ -145,6 +155,7 @@ class LocalRuntime:
         self._tree: ProcessTree | None = None
         self._guardian: Guardian | None = None
         self._reserved = 0  # descriptors
+        self._loading: asyncio.Task[None] | None = None
         self.job: GuardedJob | None = None
         self._streams: StandardStreams | None = None
         self._cpus: list[frozenset[int]] = []
@@ -205,6 +216,8 @@ class LocalRuntime:
         except SpawnError as error:
             raise HostError(f"cannot start the server that forks: {error}") from error
         await self._guardian.wait_ready()
+        if self.spec.nnodes.maximum > 1:  # its workers may start much later
+            self._loading = create_task(load_later_modules(_IDLE_S), name="load what may follow")
 
     def _keep_pipes(self, descriptors: list[int]) -> None:
         if self.job is not None:
@@ -223,6 +236,8 @@ class LocalRuntime:
         """
         if self._fork.is_copy:
             return False
+        if self._loading is not None:
+            await cancel_and_wait([self._loading])
         await self.master_ports.aclose()
         await self.liveness.aclose()
         await self.output.aclose()

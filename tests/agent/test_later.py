@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from elastic_aio import Agent, LaunchSpec
 from elastic_aio.agent import later
 from elastic_aio.agent.later import LATER, missing_modules
 from tests.support.children import SLEEPER, until, until_ready
+from tests.support.fake_rendezvous import member, node_spec
 from tests.test_structure import late_imports
 
 # Modules that a job loads before its workers run, or not at all: a reason for each.
@@ -71,6 +73,17 @@ async def test_a_job_that_is_idle_has_loaded_them() -> None:
     async with Agent(LaunchSpec(SLEEPER)) as agent:
         await until_ready(agent)
         await until(lambda: not any(missing_modules()))
+
+
+async def test_a_node_that_waits_for_others_loads_them_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its workers may start hours later."""
+    last = "elastic_aio.logs.trimmer"
+    monkeypatch.delitem(sys.modules, last, raising=False)
+    async with member(node_spec(tmp_path, SLEEPER)) as node:
+        await until(lambda: last in sys.modules)
+        assert node.agent.pids() == {}
 
 
 async def test_a_module_that_cannot_be_loaded_changes_nothing(
