@@ -13,6 +13,7 @@ from importlib import import_module
 
 from elastic_aio.process.guardian_process import keep_program
 
+_IDLE_S = 0.5  # a shorter job needs none of it
 LATER = {
     "elastic_aio.agent.liveness": """
         bz2 lzma shutil tempfile elastic_aio.watch.deadlines elastic_aio.stacks
@@ -47,12 +48,12 @@ def missing_modules() -> Iterator[str]:
             yield from (name for name in names.split() if name not in sys.modules)
 
 
-async def load_later_modules(idle: float) -> None:
-    """Load them after `idle` seconds, and keep the program of a further guardian in memory.
+async def load_later_modules() -> None:
+    """Load them half a second later, and keep the program of a further guardian in memory.
 
     Cancellation: the others are loaded when they are needed.
     """
-    await asyncio.sleep(idle)  # no event reports that the processors are free
+    await asyncio.sleep(_IDLE_S)  # no event reports that the processors are free
     keep_program()
     for name in [*missing_modules()]:
         await asyncio.sleep(0)  # the loop is not blocked for longer than a module takes

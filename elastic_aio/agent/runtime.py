@@ -99,8 +99,6 @@ if TYPE_CHECKING:
     from elastic_aio.logs.paths import WorkerLogs
 
 
-# Seconds after which a node that waits for others loads what it may need later.
-_IDLE_S: Final = 1.0
 # Seconds that the removal of old runs may take at the end: a file server may be gone.
 _RUNS_S: Final = 10.0
 
@@ -217,7 +215,7 @@ class LocalRuntime:
             raise HostError(f"cannot start the server that forks: {error}") from error
         await self._guardian.wait_ready()
         if self.spec.nnodes.maximum > 1:  # its workers may start much later
-            self._loading = create_task(load_later_modules(_IDLE_S), name="load what may follow")
+            self._loading = create_task(load_later_modules(), name="load what may follow")
 
     def _keep_pipes(self, descriptors: list[int]) -> None:
         if self.job is not None:

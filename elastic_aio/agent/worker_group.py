@@ -176,7 +176,7 @@ class WorkerGroup:
             compile_patterns()
             peek_usage(-1)
             await self._tree.descendants()  # which notes the processes that are older than the job
-        await load_later_modules(0.0)
+        await load_later_modules()
 
     def _on_started(self, ranks: WorkerRanks, logs: WorkerLogs, child: Child) -> None:
         record = WorkerRecord(ranks, child.pid, logs, time.monotonic())

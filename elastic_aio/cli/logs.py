@@ -15,6 +15,7 @@ from typing import Final
 from elastic_aio.aio import cancel_and_wait, create_task
 from elastic_aio.cli.local_jobs import JobError, ask_job, choose_job, command, job_parser
 from elastic_aio.control.client import JobClient, RunningJob, find_jobs, matches
+from elastic_aio.errors import JobNotFound
 from elastic_aio.events import WorkerStarted
 from elastic_aio.launcher import run_coroutine
 from elastic_aio.logs.lines import LogLine
@@ -141,7 +142,7 @@ async def _add_attempts(
 ) -> None:
     """Add the files of later attempts; the streams are closed at the end of the job."""
     latest = -1
-    with closing(streams):
+    with closing(streams), suppress(JobNotFound):  # it has just ended
         async for event in JobClient(job).events(after, follow=True):
             if not isinstance(event, WorkerStarted):
                 continue

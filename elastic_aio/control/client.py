@@ -354,6 +354,8 @@ class JobClient:
                     yield channel
                 finally:
                     self._channels.discard(channel)
+        except FileNotFoundError as error:
+            raise JobNotFound("the job has ended: its control socket is gone") from error
         except OSError as error:
             raise AgentUnreachable(f"the agent does not answer: {error_reason(error)}") from error
 

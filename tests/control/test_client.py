@@ -90,6 +90,14 @@ async def test_which_job_is_meant() -> None:
             assert (await by_path.status()).run_id == "b"
 
 
+async def test_a_job_that_has_ended_is_not_found() -> None:
+    """Unlike a job whose launcher was killed: that has left its socket."""
+    async with job(), connect() as client:
+        await client.stop()
+        with pytest.raises(JobNotFound, match="the job has ended"):
+            await client.status()
+
+
 async def test_a_refusal_is_an_error() -> None:
     async with job(), connect() as client:
         with pytest.raises(ControlError, match=r"^rank: must be one of this node's running"):
