@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from elastic_aio.control import sockets
-from elastic_aio.control.sockets import CONTROL_DIR, directories, make_directory
+from elastic_aio.control.sockets import (
+    CONTROL_DIR,
+    directories,
+    has_ended,
+    make_directory,
+    open_peer,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -94,3 +103,49 @@ def test_a_variable_names_the_only_directory(
     assert directories() == []
     assert make_directory() == str(tmp_path / "own")
     assert directories() == [str(tmp_path / "own")]
+
+
+@pytest.fixture
+def listening(tmp_path: Path) -> Iterator[tuple[socket.socket, str]]:
+    """Connect to a socket of this process."""
+    path = str(tmp_path / "1.sock")
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as client:
+        listener.bind(path)
+        listener.listen()
+        client.connect(path)
+        yield client, path
+
+
+@pytest.mark.parametrize("option", ["new kernel", "old kernel"])
+def test_the_process_that_listens_is_known_by_a_pidfd(
+    listening: tuple[socket.socket, str], option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if option == "old kernel":
+        monkeypatch.setattr(sockets, "_SO_PEERPIDFD", 9999)
+    pidfd = open_peer(*listening)
+    try:
+        information = Path(f"/proc/self/fdinfo/{pidfd}").read_text()
+        assert f"Pid:\t{os.getpid()}\n" in information
+        assert not has_ended(pidfd)
+    finally:
+        os.close(pidfd)
+
+
+def test_a_process_that_is_younger_than_the_socket_is_another_one(
+    listening: tuple[socket.socket, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pid of the process that has listened was used again."""
+    monkeypatch.setattr(sockets, "_SO_PEERPIDFD", 9999)
+    long_ago = time.time() - 1e6
+    os.utime(listening[1], (long_ago, long_ago))
+    with pytest.raises(ConnectionRefusedError, match="the launcher has ended"):
+        open_peer(*listening)
+
+
+def test_a_process_of_another_namespace_has_no_pidfd(
+    listening: tuple[socket.socket, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "_SO_PEERPIDFD", 9999)
+    monkeypatch.setattr(sockets, "peer_of", lambda _: (0, 0))
+    assert open_peer(*listening) == -1
+    assert not has_ended(-1)

@@ -55,6 +55,14 @@ from elastic_aio import (
     run,
     sync,
 )
+from elastic_aio.control import (
+    AgentUnreachable,
+    EndReply,
+    JobClient,
+    RunningJob,
+    connect,
+    list_jobs,
+)
 from elastic_aio.multiprocessing import spawn, start_context, start_processes
 from elastic_aio.plugins import LogDestinations, LogLayout, LogLayoutContext
 from elastic_aio.worker import WorkerContext, record
@@ -260,3 +268,20 @@ def meetings() -> list[RendezvousSpec]:
         RendezvousSpec(backend="static", node_rank=0, endpoint="node0"),
         RendezvousSpec(join_timeout=5, is_host=False, conf={"a": "b"}, token="secret-of-this-test"),
     ]
+
+
+async def control(found: RunningJob) -> EndReply | None:
+    """Control a job of another process."""
+    jobs: list[RunningJob] = await list_jobs()
+    async with connect(jobs[0].pid) as job:
+        client: JobClient = job
+        status: JobStatus = await client.status()
+        async for event in client.events(status.seq, follow=True):
+            printed: Event = event
+            print(printed.sentence)
+        text: str = (await client.dump()).text
+        print(text, await client.restart(), (await client.signal("SIGUSR1")).pids)
+        try:
+            return await client.stop("enough")
+        except AgentUnreachable:
+            return await JobClient(found).wait()
