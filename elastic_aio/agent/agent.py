@@ -222,8 +222,8 @@ class Agent:
 
         Only streams in files can be read: redirected, tee'd or captured streams.  The lines of a
         stream come in order, lines of different streams as they are found.  A reader never delays a
-        worker.  A reader after the end of the job leaves out files that were removed, such as the
-        captured streams of a success.
+        worker.  A reader after the end of the job gets one empty line, with `LogLine.missed`, for a
+        file that was removed, such as the captured stream of a success.
 
         Args:
             ranks: global ranks; None is all.
