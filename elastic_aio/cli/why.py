@@ -47,7 +47,7 @@ def explain(history: Iterable[Event]) -> list[Step]:
         if isinstance(event, node_events.RoundForming | node_events.RoundWaiting):
             waiting = Step(event.time, event.sentence)  # only the last one still holds
             continue
-        if isinstance(event, node_events.RoundFormed | events.WorkerStarted | events.StopRequested):
+        if isinstance(event, (node_events.RoundFormed, *_ENDS_WAIT)):
             waiting = None
         if (step := _decision(event)) is not None:
             steps.append(step)
@@ -55,6 +55,9 @@ def explain(history: Iterable[Event]) -> list[Step]:
             steps.append(Step(event.time, event.sentence))
     return steps if waiting is None else [*steps, waiting]
 
+
+_ENDS_WAIT: Final = (events.WorkerStarted, events.StopRequested, events.JobFinished)
+"""Events after which no round is waited for."""
 
 _SHOWN: Final = (
     node_events.NodeJoined,

@@ -121,6 +121,10 @@ def test_what_is_waited_for_counts_as_long_as_it_is() -> None:
     assert [step.time for step in explain([STARTED, *waits])] == [1.0, 2.0]
     ran = WorkerStarted(time=3.0, rank=0, local_rank=0, pid=100)
     assert [step.time for step in explain([STARTED, *waits, ran])] == [1.0]
+    end = JobFinished(
+        time=3.0, state=JobState.FAILED, why="too few", exit_code=75, duration=2.0, restarts=0
+    )
+    assert [step.time for step in explain([STARTED, *waits, end])] == [1.0, 3.0]
 
 
 def test_the_end_and_the_rest() -> None:
