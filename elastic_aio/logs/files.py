@@ -107,10 +107,21 @@ class RunDirectory:
     def lock(self) -> None:
         """Mark this directory as a running job's, or raise an OSError."""
         path, flags = f"{self.path}/{_LOCK}", os.O_CREAT | os.O_EXCL | _LOCK_FLAGS
-        self._lock = os.open(f"{path}.new", flags, 0o644)
-        fcntl.flock(self._lock, fcntl.LOCK_SH)
-        # Not earlier: without the lock it is the directory of a run that has ended.
-        os.rename(f"{path}.new", path)
+        try:
+            self._lock = os.open(f"{path}.new", flags, 0o644)
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
+            # Not earlier: without the lock it is the directory of a run that has ended.
+            os.rename(f"{path}.new", path)
+        except OSError:
+            self.close()
+            _remove(str(self.path))  # which nothing would remove later
+            raise
+
+    def is_in_use(self) -> bool | None:
+        """Whether the run of this directory goes on; None if it has no lock of this user's."""
+        with suppress(OSError), _open_lock(str(self.path)) as lock:
+            return _is_held(lock)
+        return None
 
     def note_job(self, job: str) -> None:
         """Note which job this is: the directories of its nodes are kept or removed together.
@@ -262,9 +273,7 @@ class RunDirectory:
             with suppress(OSError), _open_lock(path) as lock:  # or it is no directory of ours
                 job = os.read(lock, _JOB_MAX).decode(errors="replace") or path
                 runs[job].append((os.fstat(lock).st_mtime, path))
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError:  # it is in use
+                if _is_held(lock):
                     kept.add(job)
         ended = sorted((max(found), found) for job, found in runs.items() if job not in kept)
         for _, found in ended[: max(0, len(ended) - keep + 1)]:
@@ -332,6 +341,15 @@ def _open_lock(directory: str) -> Iterator[int]:
         os.close(lock)
 
 
+def _is_held(lock: int) -> bool:
+    """Whether a running job holds an open lock file."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    return False
+
+
 def _check_own(status: os.stat_result, is_kind: Callable[[int], bool]) -> None:
     if not is_kind(status.st_mode) or status.st_uid != os.geteuid():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
@@ -369,6 +387,14 @@ def _make_unique(prefix: str, parent: str | None = None) -> str:
 
 
 def _remove(directory: str) -> None:
-    import shutil  # few jobs remove logs
+    with suppress(OSError):  # it has directories
+        opened = os.open(directory, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            for name in os.listdir(opened):
+                os.unlink(name, dir_fd=opened)
+        finally:
+            os.close(opened)
+        return os.rmdir(directory)
+    import shutil  # its import takes longer than the removal of some files
 
     shutil.rmtree(directory, ignore_errors=True)

@@ -319,3 +319,18 @@ def test_nothing_of_strangers_is_opened_or_removed(logs: Path, tmp_path: Path) -
     directory.close()
     assert set(os.listdir(logs)) == {*before, os.path.basename(str(directory.path))}
     assert elsewhere.is_dir()
+
+
+def test_a_link_in_place_of_an_attempt_is_not_followed(tmp_path: Path) -> None:
+    """Neither with files there, nor with directories."""
+    elsewhere = tmp_path / "elsewhere"
+    for number, content in enumerate(("file", "nested/file")):
+        (elsewhere / str(number) / content).parent.mkdir(parents=True)
+        (elsewhere / str(number) / content).touch()
+        (tmp_path / f"attempt_{number}").symlink_to(elsewhere / str(number))
+        own = tmp_path / f"attempt_{number + 2}" / content
+        own.parent.mkdir(parents=True)
+        own.touch()
+    RunDirectory(str(tmp_path)).remove_attempts(3)
+    assert [path.name for path in elsewhere.rglob("file")] == ["file", "file"]
+    assert not list(tmp_path.glob("attempt_[23]"))
