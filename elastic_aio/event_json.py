@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
-from elastic_aio import events, node_events
+from elastic_aio import events
 from elastic_aio.events import Event
-from elastic_aio.text import jsonable
+from elastic_aio.text import jsonable, one_line
 
 SCHEMA = 1
 """Version of the JSON form; incremented when a field changes its meaning."""
+
+TIME_MAX = 1e11
+"""Unix seconds: a later time is no time, and cannot be shown as a date."""
 
 _encoder = msgspec.json.Encoder()
 
@@ -44,6 +48,27 @@ def event_from_json(line: bytes | str) -> Event:
     return decoded
 
 
+def read_events(lines: Iterable[bytes]) -> list[Event]:
+    """Return the events of the last run in lines of JSON, or raise a ValueError.
+
+    An unfinished last line, which is being written, is left out.
+    """
+    history: list[Event] = []
+    for number, line in enumerate(lines, 1):
+        if not line.endswith(b"\n"):
+            break
+        try:
+            event = event_from_json(line)
+            if abs(event.time) >= TIME_MAX:
+                raise ValueError("its time is too large")
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"line {number} is no event: {one_line(str(error))}") from None
+        if isinstance(event, events.JobStarted):
+            history.clear()
+        history.append(event)
+    return history
+
+
 class _Head(msgspec.Struct):
     schema: int
 
@@ -51,6 +76,8 @@ class _Head(msgspec.Struct):
 @functools.cache
 def _decoder() -> msgspec.json.Decoder[Any]:
     # Built on first use: a launcher only encodes, and the union takes milliseconds to build.
+    from elastic_aio import node_events
+
     ours = events.__name__, node_events.__name__
     kinds = [kind for kind in Event.__subclasses__() if kind.__module__ in ours]
     return msgspec.json.Decoder(functools.reduce(operator.or_, kinds))

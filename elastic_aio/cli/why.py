@@ -16,7 +16,7 @@ from elastic_aio import events, node_events
 from elastic_aio.cli.local_jobs import EXIT_CODES, choose_job, command, job_parser
 from elastic_aio.cli.status_text import head_lines, local_time
 from elastic_aio.control.client import CommandClient, iterate_blocking
-from elastic_aio.event_json import event_from_json
+from elastic_aio.event_json import read_events
 from elastic_aio.events import Event
 from elastic_aio.outcome import Failure
 from elastic_aio.spec.checks import UsageError, invalid_value
@@ -156,20 +156,11 @@ def _present(name: str | None) -> list[Event]:
 
 def _recorded(path: str) -> list[Event]:
     """Return the events of the last run in a file."""
-    history: list[Event] = []
     try:
         with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    break  # it is being written
-                try:
-                    event = event_from_json(line)
-                except ValueError as error:
-                    problem = f"line {number} is no event: {one_line(str(error))}"
-                    raise invalid_value("--from", problem, path) from None
-                if isinstance(event, events.JobStarted):
-                    history.clear()
-                history.append(event)
+            history = read_events(file)
+    except ValueError as error:
+        raise invalid_value("--from", str(error), path) from None
     except OSError as error:
         reason = error_reason(error)
         raise invalid_value("--from", f"cannot be read: {reason}", path) from None
