@@ -61,6 +61,11 @@ _control_dir = tempfile.mkdtemp(prefix="ctl-", dir="/tmp")
 os.environ["ELASTIC_AIO_CONTROL_DIR"] = _control_dir
 atexit.register(shutil.rmtree, _control_dir, ignore_errors=True)
 
+# The records of the tests' runs, likewise.
+_state_dir = tempfile.mkdtemp(prefix="state-", dir="/tmp")
+os.environ["XDG_STATE_HOME"] = _state_dir
+atexit.register(shutil.rmtree, _state_dir, ignore_errors=True)
+
 # libuv opens a pipe for signals with its first loop and keeps it.
 uvloop.new_event_loop().close()
 
