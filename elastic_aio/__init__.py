@@ -70,6 +70,9 @@ if TYPE_CHECKING:
     from elastic_aio.outcome import ResourceUsage as ResourceUsage
     from elastic_aio.outcome import WorkerError as WorkerError
     from elastic_aio.outcome import WorkerResult as WorkerResult
+    from elastic_aio.record import JobRecord as JobRecord
+    from elastic_aio.record import recorded_runs as recorded_runs
+    from elastic_aio.recorder import RunRecorder as RunRecorder
     from elastic_aio.rendezvous.event_stream import JobEvents as JobEvents
     from elastic_aio.rendezvous.event_stream import follow_job as follow_job
     from elastic_aio.report import format_failure as format_failure
@@ -142,6 +145,8 @@ else:
             "elastic_aio.logs.reader": "LogReader",
             "elastic_aio.outcome": "EndCause Goodput JobState ResourceUsage WorkerError",
             "elastic_aio.rendezvous.event_stream": "JobEvents",
+            "elastic_aio.record": "JobRecord recorded_runs",
+            "elastic_aio.recorder": "RunRecorder",
             "elastic_aio.report": "format_failure",
             "elastic_aio.spec.job": "NodeRange NumaMode StartMethod",
             "elastic_aio.spec.logs": "Std StdMap",

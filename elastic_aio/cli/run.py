@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from elastic_aio.cli.options import choose_loop, print_error
 from elastic_aio.cli.printer import EventPrinter
 from elastic_aio.cli.run_options import RunRequest, as_option_error
 from elastic_aio.errors import HostError, JobEnded, JobFailed, SpecError
-from elastic_aio.events import Event
+from elastic_aio.events import Event, JobFinished
 from elastic_aio.launcher import receive_signals, run_coroutine, supervise, use_pidfd_child_watcher
 from elastic_aio.logs.console import LineWriter, open_sink
 from elastic_aio.outcome import LaunchResult
@@ -26,14 +27,18 @@ from elastic_aio.worker.context import ERROR_FILE
 from elastic_aio.worker.errorfile import pass_on_error_file, write_error_file
 
 if TYPE_CHECKING:
+    from elastic_aio.agent.agent import Agent
     from elastic_aio.cli.sd_notify import ServiceNotifier
     from elastic_aio.http.server import StatusServer
+    from elastic_aio.recorder import RunRecorder
 
 HandlerFactory = Callable[[Callable[[str], None]], Callable[[Event], None]]
 """Makes a listener for events from a function that writes a line to standard error."""
 
 _CONSOLE_PATIENCE = 5.0
 """Seconds without progress after which a blocked console or event file is abandoned."""
+_LATE_S = 0.2
+"""Seconds from the start of a job after which its recorder is loaded."""
 
 
 def main_run(request: RunRequest, *, owns_process: bool) -> int:
@@ -152,6 +157,10 @@ async def _supervise(
             listeners.append(stack.enter_context(notifier))
         if request.http is not None:
             listeners += await _serve(request.http, request.variables, stack, printer)
+        if request.is_recorded:
+            recorder = _LateRecorder()
+            listeners.append(recorder)
+            stack.push_async_callback(recorder.close, printer)
         return await supervise(
             request.spec,
             request.signals,
@@ -160,6 +169,37 @@ async def _supervise(
             adopt_orphans=True,
             control=request.has_control,
         )
+
+
+class _LateRecorder:
+    """Records a run from the time on when its workers have begun, or it has ended."""
+
+    def __init__(self) -> None:
+        self._source: Callable[[], Agent | None] = lambda: None
+        self._recorder: RunRecorder | None = None
+
+    def use_agent(self, source: Callable[[], Agent | None]) -> None:
+        self._source = source
+        asyncio.get_running_loop().call_later(_LATE_S, self._begin)
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, JobFinished):
+            self._begin()(event)
+
+    def _begin(self) -> RunRecorder:
+        if self._recorder is None:
+            from elastic_aio.recorder import RunRecorder  # a start does without
+
+            self._recorder = RunRecorder()
+            self._recorder.use_agent(self._source)
+        return self._recorder
+
+    async def close(self, printer: EventPrinter) -> None:
+        if self._recorder is not None:
+            async with self._recorder as recorder:
+                pass
+            if recorder.problem:
+                printer.warn(f"the record of this run is not complete: {recorder.problem}")
 
 
 async def _serve(

@@ -84,6 +84,13 @@ class RunRequest(SpecValue, prefix=""):
         " job",
     )
     """Whether other processes of this user can see and control the job."""
+    is_recorded: bool = field(
+        default=True,
+        own_option="--no-record",
+        help="keep no record of the run, which `aio-elastic ps -a`, `why`, `status` and `logs` show"
+        " when it has ended",
+    )
+    """Whether a record of the run is kept."""
     is_dry_run: bool = field(
         default=False,
         own_option="--dry-run",

@@ -43,6 +43,7 @@ http logs.inotify logs.line_filter logs.reader logs.trimmer multiprocessing node
 process.calls process.fork process.forkserver rendezvous spec.rdzv_conf spec.torchrun stacks
 store.client store.server store.tls torch_events torch_logs torch_variables watch watch.forensics
 worker.bootstrap worker.membership worker.notify worker.recorder worker.scripts worker.timers
+cli.finished_jobs record recorder
 """
 
 STANDARD = """

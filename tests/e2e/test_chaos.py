@@ -256,9 +256,10 @@ class Run:
             self.problems.append(f"left in the program: {report}")
 
     def _check_files(self) -> None:
-        logs = {"stdout.log", "stderr.log", "error.json", "node.json"}
+        replaced = {"node.json", "run.json", "events.jsonl", "report.txt"}
+        logs = {"stdout.log", "stderr.log", "error.json", *replaced}
         if self.code == -signal.SIGKILL:
-            logs.add("node.json.new")
+            logs |= {f"{name}.new" for name in replaced}
         other = [str(path) for path in self._disk.rglob("*")
                  if path.is_file() and path.name not in logs]  # fmt: skip
         if other:

@@ -294,7 +294,7 @@ def test_a_log_disk_that_is_full_at_a_restart(disk: Path) -> None:
 
 
 def test_the_layout_of_logs(tmp_path: Path) -> None:
-    """Directories and names are torchrun's, one directory per attempt and worker, and one file."""
+    """Directories and names are torchrun's, one directory per attempt and worker, and our files."""
     ended = run_cli("--nproc-per-node", 2, "--max-restarts", 1, "-r3", "--log-dir", tmp_path,
                     "--rdzv-id", "run/7", *BASH,
                     "test $RANK = 0 && exec sleep 99; echo $TORCHELASTIC_RESTART_COUNT; exit 1",
@@ -307,7 +307,7 @@ def test_the_layout_of_logs(tmp_path: Path) -> None:
         for attempt in range(2)
         for rank in range(2)
         for name in ("stderr", "stdout")
-    ] + ["node.json"]
+    ] + ["events.jsonl", "node.json", "report.txt", "run.json"]
     assert (directory / "attempt_1/1/stdout.log").read_text() == "1\n"
     assert f"Logs: {directory}" in ended.err
 
