@@ -46,7 +46,7 @@ COMMANDS = {
 
 USAGE = """\
 usage: aio-elastic run [options] script [arguments of the script]
-       aio-elastic ps | top | status [JOB] | why [JOB] | dump [JOB] | logs [-f] [JOB] [RANK]
+       aio-elastic ps [-a] | top | status [JOB] | why [JOB] | dump [JOB] | logs [-f] [JOB] [RANK]
        aio-elastic stop [JOB] | restart [JOB] | signal [JOB] SIGNAL | wait [JOB]
        aio-elastic events [JOB] [-f] [--rdzv-endpoint HOST:PORT] [--rdzv-id ID] [--json]
        aio-elastic jobs [--rdzv-endpoint HOST:PORT] [--json]
@@ -61,6 +61,7 @@ usage: aio-elastic run [options] script [arguments of the script]
 
 `aio-elastic run --help` lists the options of a run; they are torchrun's.  JOB is the id of a run
 or its beginning, the pid of a launcher, or what the workers run; with one job it can be left out.
+status, why, logs and events also take a run that has ended, or a directory with its record.
 """
 
 

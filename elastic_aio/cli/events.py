@@ -15,13 +15,13 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 
-from elastic_aio.cli.local_jobs import choose_job, command
+from elastic_aio.cli.local_jobs import choose_run, command, recorded_events
 from elastic_aio.cli.options import print_error
 from elastic_aio.cli.parser import OptionParser, add_timeout_option
 from elastic_aio.cli.status_text import local_time
 from elastic_aio.cli.store_jobs import store_errors
 from elastic_aio.cli.store_options import add_store_options, store_spec
-from elastic_aio.control.client import CommandClient, iterate_blocking
+from elastic_aio.control.client import CommandClient, RunningJob, iterate_blocking
 from elastic_aio.event_json import event_to_json
 from elastic_aio.events import Event
 from elastic_aio.launcher import run_coroutine
@@ -143,7 +143,13 @@ async def _follow(arguments: argparse.Namespace) -> None:
 
 
 def _print_events(arguments: argparse.Namespace) -> None:
-    client = CommandClient(choose_job(arguments.job))
+    job = choose_run(arguments.job)
+    if not isinstance(job, RunningJob):
+        for event in recorded_events(job):
+            if event.seq > arguments.after:
+                _print_event(event, is_json=arguments.json)
+        return
+    client = CommandClient(job)
     for event in iterate_blocking(client.events(arguments.after, follow=arguments.follow)):
         _print_event(event, is_json=arguments.json)
 

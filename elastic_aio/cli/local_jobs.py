@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
@@ -26,6 +26,7 @@ from elastic_aio.cli.status_text import (
     CpuMeter,
     head_lines,
     job_row,
+    local_time,
     table,
     worker_row,
 )
@@ -36,6 +37,7 @@ from elastic_aio.control.client import (
     RunningJob,
     choose,
     find_jobs,
+    matches,
     run_blocking,
 )
 from elastic_aio.control.protocol import EndReply
@@ -52,6 +54,10 @@ from elastic_aio.spec.checks import (
 )
 from elastic_aio.status import JobStatus
 from elastic_aio.text import counted, error_reason, jsonable, one_line
+
+if TYPE_CHECKING:
+    from elastic_aio.events import Event
+    from elastic_aio.record import JobRecord
 
 EXIT_CODES: Final = "Exit codes: 0 success, 1 the job does not answer, 2 no such job."
 
@@ -123,6 +129,39 @@ def choose_job(name: str | None, jobs: Sequence[RunningJob] | None = None) -> Ru
         raise UsageError(f"JOB: {error}") from None
 
 
+def choose_run(
+    name: str | None, jobs: Sequence[RunningJob] | None = None
+) -> RunningJob | JobRecord:
+    """Return the job of this name as `choose_job`, or else the last recorded run of this name.
+
+    The name may be the directory of a run, or of several.  UsageError: there is none.
+    """
+    jobs = find_jobs() if jobs is None else jobs
+    if name is None or matches(jobs, name):
+        return choose_job(name, jobs)
+    from elastic_aio.cli.finished_jobs import runs_named  # for few commands
+
+    runs = runs_named(name)
+    silent = [job.pid for job in jobs if job.status is None]
+    if not runs or runs[0].agent_pid in silent:
+        return choose_job(name, jobs)
+    if runs[1:]:
+        last = f"the last, of {local_time(runs[0].started_at or 0.0)} on {runs[0].node}"
+        print_error("", f"{len(runs)} recorded runs match {name!r}: {last} (see ps -a)", 0)
+    return runs[0]
+
+
+def recorded_events(run: JobRecord) -> list[Event]:
+    """Return the events of a recorded run; a JobError says why there are none."""
+    try:
+        if found := run.events():
+            return found
+        problem = "are gone"
+    except ValueError as error:
+        problem = f"cannot be read: {error}"
+    raise JobError(f"the events of run {run.run_id!r} {problem} ({run.log_dir or run.directory})")
+
+
 def choose_job_to_change(name: str | None) -> RunningJob:
     """Return the job of this name; a person at a terminal may mean the only job.
 
@@ -152,13 +191,22 @@ def main_ps(argv: Sequence[str]) -> int:
         epilog="Exit codes: 0 success, 2 invalid arguments.",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object per job")
+    parser.add_argument(
+        "-a", "--all", action="store_true", help="also the last runs that have ended, latest first"
+    )
     arguments = parser.parse_args(argv)
     jobs, now = find_jobs(), time.time()
+    columns: tuple[str, ...] = JOB_COLUMNS
+    row = job_row
+    if arguments.all:
+        from elastic_aio.cli.finished_jobs import RUN_COLUMNS, run_row, with_recorded
+
+        jobs, columns, row = with_recorded(jobs), RUN_COLUMNS, run_row
     if arguments.json:
         for job in jobs:
             print(_json({"pid": job.pid, "status": msgspec.to_builtins(job.status)}))
     elif jobs:
-        print("\n".join(table(JOB_COLUMNS, [job_row(job, now) for job in jobs])))
+        print("\n".join(table(columns, [row(job, now) for job in jobs])))
     else:
         print(NO_JOB)
     return 0
@@ -169,14 +217,22 @@ def main_status(argv: Sequence[str]) -> int:
     parser = job_parser("status", "Print what a job is doing, and each worker of this node.")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     arguments = parser.parse_args(argv)
-    job = choose_job(arguments.job)
-    status, now = ask_job(job, JobClient.status), time.time()
+    job = choose_run(arguments.job)
+    status: JobStatus
+    if isinstance(job, RunningJob):
+        status, now = ask_job(job, JobClient.status), time.time()
+        head = head_lines(status, now)
+    else:
+        from elastic_aio.cli.finished_jobs import run_lines
+
+        status, now, head = job, job.until, run_lines(job)
     if arguments.json:
         print(_json(msgspec.to_builtins(status)))
         return 0
-    shares = _cpu_shares(status) if job.is_local else {}
+    is_here = isinstance(job, RunningJob) and job.is_local
+    shares = _cpu_shares(status) if is_here else {}
     rows = [worker_row(worker, now, shares.get(worker.pid)) for worker in status.workers]
-    print("\n".join([*head_lines(status, now), "", *table(WORKER_COLUMNS, rows)]))
+    print("\n".join([*head, "", *table(WORKER_COLUMNS, rows)]))
     return 0
 
 

@@ -6,14 +6,15 @@ The paths come from the status of the job and, for later attempts, from its even
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from elastic_aio.aio import cancel_and_wait, create_task
-from elastic_aio.cli.local_jobs import JobError, ask_job, choose_job, command, job_parser
+from elastic_aio.cli.local_jobs import JobError, ask_job, choose_run, command, job_parser
 from elastic_aio.control.client import JobClient, RunningJob, find_jobs, matches
 from elastic_aio.errors import JobNotFound
 from elastic_aio.events import WorkerStarted
@@ -25,6 +26,9 @@ from elastic_aio.logs.streams import LoggedStream, LoggedStreams
 from elastic_aio.spec.checks import UsageError, parse_int, parse_number
 from elastic_aio.status import JobStatus, WorkerStatus
 from elastic_aio.text import counted
+
+if TYPE_CHECKING:
+    from elastic_aio.record import JobRecord
 
 _LINES: Final = 100
 
@@ -49,24 +53,41 @@ def main_logs(argv: Sequence[str]) -> int:
     )
     arguments = parser.parse_args(argv)
     job, rank = _job_and_rank(arguments)
-    status = ask_job(job, partial(JobClient.status, usage=False, makes_files=True))
+    status: JobStatus
+    if isinstance(job, RunningJob):
+        status = ask_job(job, partial(JobClient.status, usage=False, makes_files=True))
+    else:
+        status = job
     ranks = {worker.rank for worker in status.workers}
     if rank is not None and rank not in ranks and ranks:
         raise UsageError(f"RANK: must be one of this node's: {sorted(ranks)} (got {rank})")
     streams = present_streams(status, rank, arguments.lines)
     if not [*streams] and (status.workers or not arguments.follow):
         raise JobError("no output of this job is in files (see --tee, --redirects and LogSpec)")
+    if [*streams] and (directory := _gone(streams, status.log_dir)):
+        kept = "captured output is kept only if a job fails"
+        raise JobError(f"no log file of this job is left in {directory} ({kept})")
     if [*streams] and (missing := streams_without_file(status)):
         _note(f"{missing} is in no file and not shown (see --tee and --redirects)")
     printer = LinePrinter(has_prefix=rank is None and len(ranks) != 1)
-    if arguments.follow:
-        run_coroutine(lambda: _follow(job, status.seq, streams, rank, printer))
+    if arguments.follow and isinstance(job, RunningJob):
+        run_coroutine(partial(_follow, job, status.seq, streams, rank, printer))
     else:
         run_coroutine(lambda: _print(streams, printer, follow=False))
     return 0
 
 
-def _job_and_rank(arguments: argparse.Namespace) -> tuple[RunningJob, int | None]:
+def _gone(streams: LoggedStreams, log_dir: str | None) -> str:
+    """Return the directory of the streams if it was removed with all of them, else nothing."""
+    # A stream without a byte may have no file.
+    directory = log_dir or os.path.commonpath([os.path.dirname(one.path) for one in streams])
+    is_left = os.path.isdir(directory) or any(os.path.lexists(one.path) for one in streams)
+    return "" if is_left else directory
+
+
+def _job_and_rank(
+    arguments: argparse.Namespace,
+) -> tuple[RunningJob | JobRecord, int | None]:
     """Return the job and rank; a number alone is a rank, unless it is the pid of a launcher."""
     jobs = find_jobs()
     name, text = arguments.job, arguments.rank
@@ -74,7 +95,7 @@ def _job_and_rank(arguments: argparse.Namespace) -> tuple[RunningJob, int | None
     if is_alone and not any(str(job.pid) == name for job in matches(jobs, name)):
         name, text = None, name
     rank = None if text is None else parse_number("RANK", text)
-    return choose_job(name, jobs), rank
+    return choose_run(name, jobs), rank
 
 
 def streams_without_file(status: JobStatus) -> str:

@@ -13,15 +13,21 @@ from typing import Final
 from msgspec import Struct
 
 from elastic_aio import events, node_events
-from elastic_aio.cli.local_jobs import EXIT_CODES, choose_job, command, job_parser
+from elastic_aio.cli.local_jobs import (
+    EXIT_CODES,
+    choose_run,
+    command,
+    job_parser,
+    recorded_events,
+)
 from elastic_aio.cli.status_text import head_lines, local_time
-from elastic_aio.control.client import CommandClient, iterate_blocking
+from elastic_aio.control.client import CommandClient, RunningJob, iterate_blocking
 from elastic_aio.event_json import read_events
 from elastic_aio.events import Event
 from elastic_aio.outcome import Failure
 from elastic_aio.spec.checks import UsageError, invalid_value
 from elastic_aio.status import Level, StatusTracker
-from elastic_aio.text import counted, error_reason, one_line
+from elastic_aio.text import counted, error_reason, one_line, printable
 
 STEPS_MAX: Final = 20
 """The latest steps, which are shown without `--all`."""
@@ -136,22 +142,30 @@ def main_why(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.file is not None and arguments.job is not None:
         raise UsageError("JOB: has no effect with --from")
-    history = _recorded(arguments.file) if arguments.file else _present(arguments.job)
-    tracker = StatusTracker()
-    for event in history:
-        tracker(event)
-    now = history[-1].time if arguments.file and history else time.time()
+    job = None if arguments.file else choose_run(arguments.job)
+    report = ""
+    if job is not None and not isinstance(job, RunningJob):
+        from elastic_aio.cli.finished_jobs import run_lines
+
+        history, head, report = recorded_events(job), run_lines(job), job.report()
+    else:
+        history = _recorded(arguments.file) if job is None else _present(job)
+        tracker = StatusTracker()
+        for event in history:
+            tracker(event)
+        now = history[-1].time if job is None else time.time()
+        head = head_lines(tracker.status(now), now)
     steps = explain(history)
     shown = steps if arguments.all else steps[-STEPS_MAX:]
-    lines = [*head_lines(tracker.status(now), now), ""]
+    lines = [*head, ""]
     if len(shown) < len(steps):
         lines.append(f"({len(steps) - len(shown)} earlier steps: --all)")
-    print("\n".join([*lines, *format_steps(shown)]))
+    print("\n".join([*lines, *format_steps(shown), *map(printable, report.splitlines())]))
     return 0
 
 
-def _present(name: str | None) -> list[Event]:
-    return [*iterate_blocking(CommandClient(choose_job(name)).events())]
+def _present(job: RunningJob) -> list[Event]:
+    return [*iterate_blocking(CommandClient(job).events())]
 
 
 def _recorded(path: str) -> list[Event]:

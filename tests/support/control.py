@@ -1,4 +1,4 @@
-"""A directory of control sockets that no other test uses."""
+"""Directories of control sockets and of records that no other test uses."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from elastic_aio.control.sockets import CONTROL_DIR
 
 @contextmanager
 def own_control_dir() -> Iterator[Path]:
-    """Use a new directory, in this process and its children."""
+    """Use new directories, in this process and its children; yield that of the sockets."""
     with (
         tempfile.TemporaryDirectory(prefix="ctl-", dir="/tmp") as path,
+        tempfile.TemporaryDirectory(prefix="state-", dir="/tmp") as state,
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setenv(CONTROL_DIR, path)
+        patch.setenv("XDG_STATE_HOME", state)
         yield Path(path)
 
 

@@ -1,0 +1,94 @@
+"""Runs that have ended, for the commands: which run a name means, and its lines."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+
+from elastic_aio.cli.status_text import head_lines, local_time
+from elastic_aio.control.client import RunningJob, matches
+from elastic_aio.record import RUN_FILE, JobRecord, recorded_runs, run_in
+from elastic_aio.spec.checks import invalid_value
+from elastic_aio.text import error_reason, format_duration, one_line
+
+RUN_COLUMNS: tuple[str, ...] = (
+    "RUN",
+    "NODE",
+    "PID",
+    "NAME",
+    "PHASE",
+    "EXIT",
+    "ATTEMPTS",
+    "STARTED",
+    "TIME",
+    "WHY",
+)
+_WIDTHS = (24, 24, 8, 32, 16, 4, 8, 19, 16, 60)
+
+_LOST = "did not end"
+
+
+def runs_named(name: str) -> list[JobRecord]:
+    """Return the recorded runs of a name, or those in a directory, the latest first.
+
+    UsageError: the directory has none.
+    """
+    if not os.path.isdir(name):
+        found = matches([_as_job(run) for run in recorded_runs()], name)
+        return [job.status for job in found if isinstance(job.status, JobRecord)]
+    path = os.path.abspath(name)
+    try:
+        return [run_in(path)]
+    except ValueError as error:
+        problem = f"{RUN_FILE} {error}"
+    except OSError as error:
+        if runs := recorded_runs(path):
+            return runs
+        problem = f"has no record of a run: {error_reason(error)}: {RUN_FILE}"
+    raise invalid_value("JOB", problem, name)
+
+
+def with_recorded(jobs: Sequence[RunningJob]) -> list[RunningJob]:
+    """Return running jobs and the recorded runs that are none of them, the latest first."""
+    known = {(job.status.run_id, job.pid) for job in jobs if job.status is not None}
+    recorded = [_as_job(run) for run in recorded_runs()]
+    ended = [job for job in recorded if job.status and (job.status.run_id, job.pid) not in known]
+    return sorted([*jobs, *ended], key=_started_at, reverse=True)
+
+
+def _as_job(run: JobRecord) -> RunningJob:
+    return RunningJob(run.directory, run.agent_pid or 0, run)
+
+
+def _started_at(job: RunningJob) -> float:
+    return (job.status and job.status.started_at) or 0.0
+
+
+def run_row(job: RunningJob, now: float) -> tuple[str, ...]:
+    """Return the cells of a running job or a recorded run for `RUN_COLUMNS`."""
+    run = job.status
+    if run is None:
+        return ("?", "?", str(job.pid), "?", "does not answer", *"?????")
+    phase, code, until = run.phase, "", now
+    if isinstance(run, JobRecord):
+        phase = _LOST if run.is_lost else phase
+        code = "" if run.exit_code is None else str(run.exit_code)
+        until = run.until
+    started = run.started_at or until
+    cells = [
+        *(run.run_id, run.node, str(job.pid), run.entrypoint, phase, code, str(run.attempt + 1)),
+        *(local_time(started), format_duration(until - started), run.reason),
+    ]
+    return tuple(one_line(cell, width) for cell, width in zip(cells, _WIDTHS, strict=True))
+
+
+def run_lines(run: JobRecord) -> list[str]:
+    """Return the lines about a recorded run itself, without its workers."""
+    end = f"recorded  {local_time(run.until)}"
+    if run.ended_at is not None:
+        end = f"ended     {local_time(run.until)}, exit code {run.exit_code}"
+    elif run.is_lost:
+        end += f" for the last time: it {_LOST}, its launcher was killed"
+    command = f"command   {one_line(shlex.join(run.command))}"
+    return [*head_lines(run, run.until), end, command, f"record    {run.directory}"]
