@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic_aio.cli.why import Step, explain, format_steps
+from elastic_aio.cli.why import format_steps
 from elastic_aio.events import (
     AttemptFailed,
     DeadlineMissed,
@@ -18,6 +18,7 @@ from elastic_aio.events import (
     WorkerExited,
     WorkerStarted,
 )
+from elastic_aio.explanation import Step, explain
 from elastic_aio.node_events import MembershipChanged, NodeLost, RoundForming
 from elastic_aio.outcome import ExitStatus, Failure, JobState, WorkerError
 
