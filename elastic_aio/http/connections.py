@@ -35,6 +35,9 @@ CONNECTIONS_MAX: Final = 32
 HEAD_MAX: Final = 8192
 """Bytes of the head of a request."""
 
+_CLOSE_S: Final = 0.25
+"""Seconds for the ends of streams when the job is over."""
+
 _HTTP_1: Final = re.compile(rb"[^\n]* HTTP/1\.\d\r?\n")
 _UPGRADE: Final = re.compile(rb"^upgrade[^\n]*\n", re.IGNORECASE | re.MULTILINE)
 
@@ -52,6 +55,7 @@ class AsgiConnections:
         self._patience = patience
         self._acceptor = Acceptor((), self._on_connection)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._streams: set[asyncio.Task[None]] = set()  # those that send parts
         self._open: dict[asyncio.Task[None], asyncio.WriteTransport | None] = {}  # not ended
         self._config = config = Config()
         config.errorlog = logging.getLogger(__name__)
@@ -71,11 +75,18 @@ class AsgiConnections:
         self._acceptor.start()
 
     async def aclose(self) -> None:
-        """Close the sockets and all connections; this takes no time."""
+        """Close the sockets and all connections; streams have a moment for their last parts.
+
+        Cancellation: the connections are closed at once.
+        """
         self._acceptor.close()
-        for task in list(self._open):
-            self._end(task)
-        await cancel_and_wait(list(self._tasks))
+        try:
+            if self._streams:
+                await asyncio.wait(self._streams, timeout=_CLOSE_S)
+        finally:
+            for task in list(self._open):
+                self._end(task)
+            await cancel_and_wait(list(self._tasks))
 
     def _on_connection(self, connection: socket.socket) -> None:
         if len(self._open) >= CONNECTIONS_MAX:
@@ -85,6 +96,7 @@ class AsgiConnections:
         self._tasks.add(task)
         task.add_done_callback(self._end)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._streams.discard)
         task.add_done_callback(lambda _: connection.close())  # it may not even have begun
 
     def _end(self, task: asyncio.Task[None]) -> None:
@@ -107,6 +119,7 @@ class AsgiConnections:
             async def send_in_time(message: Message) -> None:
                 if message.get("more_body"):
                     whole.cancel()  # a stream takes its time, but for each part
+                    self._streams.add(task)
                 part = loop.call_later(self._patience, self._end, task)
                 try:
                     await send(message)

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from elastic_aio.agent.agent import Agent
     from elastic_aio.http.connections import AsgiConnections
 
-_EVENTS_KEPT: Final = 1_000
+_EVENTS_KEPT: Final = 10_000
+"""As many as an agent keeps: they are the same objects."""
 
 
 class StatusServer:
@@ -107,7 +108,8 @@ class StatusServer:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Close the port and all connections; this takes no time."""
+        """Close the port and all connections; the end of the job still reaches those that read."""
+        self._job.close()
         if self._connections is not None:
             await self._connections.aclose()
 
@@ -124,7 +126,11 @@ class ListenedJob:
         self._tracker(event)
         self._events.append(event)
         if isinstance(event, JobFinished):
-            self._events.close()
+            self.close()
+
+    def close(self) -> None:
+        """End the streams: no event follows.  Idempotent."""
+        self._events.close()
 
     def status(self, *, usage: bool = True) -> JobStatus:
         """Return what the job is doing; with `usage` what its workers have used and reported."""

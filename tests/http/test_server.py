@@ -348,6 +348,26 @@ async def test_a_stream_has_all_events_until_the_end(server: StatusServer) -> No
     writer.close()
 
 
+async def test_the_end_of_a_job_reaches_a_stream_although_the_server_ends() -> None:
+    async with serving() as server:
+        reader, writer = await connect(server)
+        writer.write(get("/events"))
+        await reader.readuntil(b"retry: 2000\n\n")
+        publish(server, STARTED, FINISHED)
+    rest = await reader.read()
+    assert messages(b"\r\n\r\n" + rest) == [(0, "JobStarted"), (1, "JobFinished")]
+    writer.close()
+
+
+async def test_a_stream_that_is_not_read_does_not_hold_the_end() -> None:
+    """Also if the end of the job was never reported."""
+    async with serving(patience=NEVER) as server:
+        publish(server, *(stop_requested(number, 2**16) for number in range(1000)))
+        async with unread(server, get("/events")):
+            await server.__aexit__(None, None, None)
+            assert "0 connections" in repr(server)
+
+
 async def test_a_stream_goes_on_where_it_was(server: StatusServer) -> None:
     """A browser that comes back after the end is sent away for good (204)."""
     publish(server, STARTED, stop_requested(1), FINISHED)
@@ -359,10 +379,14 @@ async def test_a_stream_goes_on_where_it_was(server: StatusServer) -> None:
 
 
 async def test_a_stream_that_comes_too_late_has_a_gap(server: StatusServer) -> None:
-    publish(server, *map(stop_requested, range(1005)), FINISHED)
+    publish(server, *map(stop_requested, range(10_005)), FINISHED)
     found = messages(await ask(server, get("/events")))
     assert found[0] == (5, "EventsMissed")
-    assert (found[1], found[-1], len(found)) == ((6, "StopRequested"), (1005, "JobFinished"), 1001)
+    assert (found[1], found[-1], len(found)) == (
+        (6, "StopRequested"),
+        (10_005, "JobFinished"),
+        10_001,
+    )
 
 
 async def test_an_idle_stream_has_comments() -> None:
