@@ -35,7 +35,7 @@ def explain(history: Iterable[Event]) -> list[Step]:
     steps: list[Step] = []
     waiting: Step | None = None
     for event in history:
-        if isinstance(event, _WAITS):
+        if isinstance(event, WAITS):
             waiting = Step(event.time, event.sentence)  # only the last one still holds
             continue
         if isinstance(event, _ENDS_WAIT):
@@ -62,7 +62,8 @@ _SHOWN: Final = (
 )
 """Events that are steps although they are no warnings."""
 
-_WAITS: Final = (node_events.RoundForming, node_events.RoundWaiting)
+WAITS: Final = (node_events.RoundForming, node_events.RoundWaiting)
+"""Steps of which only the last one holds, until something else happens."""
 
 
 def step_of(event: Event) -> Step | None:

@@ -14,15 +14,20 @@ from collections.abc import AsyncIterator
 from itertools import count
 from typing import Final
 
+from msgspec import Struct, to_builtins
+from msgspec.json import Encoder
+
 from elastic_aio.aio import EventReader, read_file, run_in_thread
 from elastic_aio.control.protocol import encode
 from elastic_aio.control.session import ViewedJob
 from elastic_aio.event_json import event_to_json
 from elastic_aio.events import Event
+from elastic_aio.explanation import WAITS, Step, step_of
 from elastic_aio.http.openmetrics import CONTENT_TYPE, format_metrics
 from elastic_aio.logs.log_file import read_end
 from elastic_aio.ranks import format_ranks
 from elastic_aio.status import JobStatus
+from elastic_aio.text import jsonable
 
 try:
     from starlette.applications import Starlette
@@ -48,6 +53,7 @@ _POLICY: Final = {
 _TURN: Final = 32
 """Kept events that are sent to a client before others have their turn: a millisecond or three."""
 
+_encoder: Final = Encoder()
 _PATHS: Final = "/  /healthz  /readyz  /metrics  /status  /events  /logs/RANK/stdout|stderr"
 
 
@@ -210,7 +216,26 @@ async def _messages(events: EventReader[Event], keep_alive: float) -> AsyncItera
         except StopAsyncIteration:
             return
         else:
-            yield b"id: %d\ndata: %b\n\n" % (event.seq, event_to_json(event))
+            yield b"id: %d\ndata: %b\n\n" % (event.seq, _shown(event))
+
+
+class _Words(Struct, frozen=True):
+    """What the classes of events say, for readers that do not have them: fields of the JSON."""
+
+    sentence: str
+    level: int
+    explanation: Step | None
+    is_wait: bool
+
+
+def _shown(event: Event) -> bytes:
+    """Return an event as JSON, with its sentence, and its step if it explains something."""
+    words = _Words(event.sentence, event.level, step_of(event), isinstance(event, WAITS))
+    try:
+        more = _encoder.encode(words)
+    except UnicodeEncodeError:  # as in `event_to_json`
+        more = _encoder.encode(jsonable(to_builtins(words)))
+    return event_to_json(event)[:-1] + b"," + more[1:]
 
 
 async def _no_page(_: Request, __: Exception) -> Response:

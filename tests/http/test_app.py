@@ -17,13 +17,15 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.types import ASGIApp
 
-from elastic_aio import Agent, JobState, LaunchSpec
-from elastic_aio.events import JobFinished, JobStarted, WorkerStarted
+from elastic_aio import Agent, JobState, LaunchSpec, event_from_json
+from elastic_aio import events as all_events
+from elastic_aio.events import JobFinished, JobStarted, Restarting, WorkerStarted
 from elastic_aio.http import app as app_module
 from elastic_aio.http import status_app
 from elastic_aio.http.app import LOG_MAX, READERS_MAX
 from elastic_aio.http.server import ListenedJob
 from elastic_aio.logs.trimmer import free_range
+from elastic_aio.node_events import RoundForming
 from tests.support.children import DEADLINE_S, SLEEPER, until, until_ready
 
 STARTED = JobStarted(entrypoint="x", nproc_per_node=1, nnodes="1", max_restarts=0, agent_pid=1)
@@ -186,7 +188,7 @@ async def test_the_pages_of_an_agent_in_another_app() -> None:
         assert all(one["usage"]["max_rss_bytes"] > 0 for one in status["workers"])
         assert "worker_cpu_seconds_total{" in (await read("/job/metrics"))[1]
         page = (await read("/job/"))[1]
-        assert 'fetch("status")' in page
+        assert 'fetch("status"' in page
         assert 'EventSource("events")' in page
     assert await read("/job/healthz") == (503, "stopped\n")
     stream = (await read("/job/events"))[1]
@@ -195,6 +197,37 @@ async def test_the_pages_of_an_agent_in_another_app() -> None:
     async with client_of(app) as client:
         last = {"Last-Event-ID": str(agent.status().seq)}
         assert (await client.get("/job/events", headers=last)).status_code == 204
+
+
+async def test_events_have_their_sentence_and_what_they_explain() -> None:
+    """Beside their fields, none of which has such a name; also if a path is no text."""
+    job = ListenedJob()
+    why = "the limit \udcff"
+    restarting = Restarting(seq=1, attempt=1, why=why, delay=0.0, restarts=1)
+    finished = JobFinished(
+        seq=3, state=JobState.FAILED, why=why, exit_code=1, duration=1.0, restarts=1
+    )
+    waiting = RoundForming(seq=2, round=0, joined=1, minimum=2, maximum=2)
+    for event in STARTED, restarting, waiting, finished:
+        job.add(event)
+    answer = await ask(status_app(job), "/events")
+    lines = re.findall("^data: (.*)$", answer.text, re.MULTILINE)
+    found = [json.loads(line) for line in lines]
+    assert [one["sentence"] for one in found][1] == "restarting as attempt 1: the limit \\udcff"
+    assert found[1]["explanation"] == {
+        "time": 0.0,
+        "text": "attempt 1 follows",
+        "rule": "the limit \\udcff",
+        "evidence": ["1 restart so far"],
+    }
+    assert [(one["level"], one["is_wait"]) for one in found] == [
+        (30, False), (30, False), (30, True), (20, False)
+    ]  # fmt: skip
+    assert event_from_json(lines[2]) == waiting
+    added = {"sentence", "level", "explanation", "is_wait"}
+    kinds = [getattr(all_events, name) for name in dir(all_events)]
+    fields = {name for kind in kinds for name in getattr(kind, "__struct_fields__", ())}
+    assert not added & fields
 
 
 async def test_kept_events_leave_the_loop_to_others() -> None:

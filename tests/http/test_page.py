@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import re
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,16 +16,57 @@ from typing import Any
 
 import pytest
 
-from tests.support.cli import running_cli
+from tests.support.children import until_sync
+from tests.support.cli import running, running_cli
 
 CHROMIUM = shutil.which("chromium")
 WORKER = """
 import os, sys, time
+from elastic_aio.worker import progress
 rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 print(f"<b>bold</b> line of rank {rank}", flush=True)
+step = 0
 while not os.path.exists(f"{sys.argv[1]}/{rank}.{attempt}"):
+    step += 1
+    progress(f"{step}/100000")
     time.sleep(0.05)
-sys.exit(attempt == "0")
+sys.exit("<b>no</b> <img src=x onerror=alert(1)>" if attempt == "0" else 0)
+"""
+# A hundred attempts of 48 workers, and most of the 10,000 events that are kept.
+LONG_JOB = """
+import asyncio, sys
+from elastic_aio import JobState, StatusServer
+from elastic_aio.events import *
+from elastic_aio.outcome import ExitStatus, Failure
+from msgspec.structs import replace
+
+def events():
+    yield JobStarted(entrypoint="x", nproc_per_node=48, nnodes="1", max_restarts=-1, agent_pid=1)
+    for attempt in range(100):
+        ids = [dict(rank=rank, local_rank=rank, pid=rank + 2) for rank in range(48)]
+        for one in ids:
+            yield WorkerStarted(**one)
+        for one in ids:
+            failed = one["rank"] == attempt % 48
+            status = ExitStatus(code=1) if failed else ExitStatus(signal=15)
+            yield WorkerExited(**one, status=status, duration=1.0, is_victim=not failed)
+        root = Failure(**ids[attempt % 48], host="h", status=ExitStatus(code=1), time=0.0, order=0)
+        yield AttemptFailed(root=root, failures=(root,))
+        if attempt < 99:
+            yield Restarting(attempt=1, why="again", delay=0.0, restarts=attempt + 1)
+    yield JobFinished(
+        state=JobState.FAILED, why="<i>no</i> more", exit_code=3, duration=9.0, restarts=99)
+
+async def main():
+    async with StatusServer("127.0.0.1:0", patience=60.0) as server:
+        attempt = time = 0
+        for seq, event in enumerate(events()):
+            time += 1 if isinstance(event, WorkerStarted | JobFinished) else 0.5
+            attempt += isinstance(event, Restarting)
+            server(replace(event, seq=seq, attempt=attempt, time=1e9 + time, run_id="<b>long</b>"))
+        print(f"http://{server.address}/", flush=True)
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+asyncio.run(main())
 """
 
 pytestmark = [
@@ -34,7 +77,7 @@ pytestmark = [
 
 @pytest.fixture
 def page() -> Iterator[Any]:
-    """A page of a browser; what its script raises or reports is an error."""
+    """A page of a browser; what its script raises, or a dialog, is an error."""
     sync_api = pytest.importorskip("playwright.sync_api")
     problems: list[str] = []
     with sync_api.sync_playwright() as playwright:
@@ -42,6 +85,7 @@ def page() -> Iterator[Any]:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         tab = browser.new_page(viewport={"width": 1100, "height": 760})
         tab.on("pageerror", lambda error: problems.append(str(error)))
+        tab.on("dialog", lambda dialog: problems.append(dialog.message))
         yield tab
         browser.close()
     gc.collect()  # ends the executor of playwright's event loop, and so its thread
@@ -51,28 +95,118 @@ def page() -> Iterator[Any]:
     assert not problems
 
 
-def test_the_page_follows_a_job(page: Any, tmp_path: Path) -> None:
-    """Phases, ranks, a restart, a log that is text and not HTML, and the end."""
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "worker.py"
+    path.write_text(WORKER)
+    return path
+
+
+def opened(page: Any, job: Any) -> None:
+    """Open the page of a command, and wait until its workers run."""
+    address = job.wait_err(r"--http: listening at http://(\S+)$")[1]
+    page.goto(f"http://{address}/", wait_until="domcontentloaded")
+    page.wait_for_selector("#phase.running")
+
+
+def test_the_page_follows_a_job(page: Any, script: Path, tmp_path: Path) -> None:
+    """Phases, ranks, steps, a restart, a log that is text and not HTML, and the end."""
     from playwright.sync_api import expect
 
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER)
     options = ["--http=127.0.0.1:0", "--nproc-per-node=2", "--max-restarts=1", "-r3"]
-    with running_cli(*options, script, tmp_path) as job:
-        address = job.wait_err(r"--http: listening at http://(\S+)$")[1]
-        page.goto(f"http://{address}/", wait_until="domcontentloaded")
-        page.wait_for_selector("#phase.running")
+    with running_cli(*options, "--rdzv-id=<b>x</b>", script, tmp_path) as job:
+        opened(page, job)
         assert page.locator("#workers tr").count() == 2
         page.click("#workers tr:nth-child(2) button:has-text('stdout')")
         expect(page.locator("#log-text")).to_have_text("<b>bold</b> line of rank 1\n")
-        assert page.locator("#log b").count() == 0
-        if target := os.environ.get("ELASTIC_AIO_SCREENSHOT"):
-            page.screenshot(path=target)
+        expect(page.locator("#progress")).to_have_text(re.compile(r"^step \d+ of 100000, about "))
+        expect(page.locator("#workers tr >> nth=0 >> td >> nth=7")).to_have_text(re.compile(r"/s$"))
+        expect(page.locator("#charts")).to_have_text(re.compile(r"CPUs: \d.*memory: \d.*rate: \d"))
         (tmp_path / "1.0").touch()
-        summary = re.compile("^attempt 1, 1 of 1 restarts, 2 workers")
+        summary = re.compile("^attempt 1, 1 of 1 restarts, 2 workers, ")
         expect(page.locator("#summary")).to_have_text(summary)
         page.wait_for_selector("#phase.running")
-        assert "Restarting" in page.inner_text("#events")
+        if target := os.environ.get("ELASTIC_AIO_SCREENSHOT"):
+            page.screenshot(path=target)
+        why = page.locator("#why")
+        expect(why).to_contain_text("evidence: rank 1 (pid")
+        expect(why).to_contain_text("<b>no</b> <img src=x onerror=alert(1)>")
+        expect(page.locator("#attempts tr")).to_have_count(2)
+        assert page.locator("#log b, #why b, #events b, #events img, h1 b").count() == 0
+        # A button keeps the focus although the table changes.
+        focus = "document.activeElement.textContent"
+        assert page.evaluate(focus) == "stdout"
         job.send(signal.SIGTERM)
-        expect(page.locator("#connection")).not_to_have_text("live")
+        expect(page.locator("#end")).to_have_text(
+            re.compile("^The job has been stopped: exit code 143, after .*: SIGTERM")
+        )
+        expect(page.locator("#connection")).to_have_text("ended")
+        expect(page.locator("#workers .badge.stopped")).to_have_count(2)
+        assert page.locator("#phase").inner_text() == "stopped"
         assert job.wait() == 128 + signal.SIGTERM
+
+
+def test_a_failed_job_says_why(page: Any, script: Path, tmp_path: Path) -> None:
+    """The end reaches the page although the server ends with the job; events have a raw form."""
+    from playwright.sync_api import expect
+
+    with running_cli("--http=127.0.0.1:0", script, tmp_path) as job:
+        opened(page, job)
+        (tmp_path / "0.0").touch()
+        end = re.compile(r"^The job has failed: exit code 1, after .* s: \S")
+        expect(page.locator("#end.failed")).to_have_text(end)
+        expect(page.locator("#why")).to_contain_text("the job ended: failed, exit code 1")
+        page.fill("#filter", "JobFinished")
+        expect(page.locator("#events details")).to_have_count(1)
+        page.locator("#events summary").press("Enter")
+        raw = json.loads(page.locator("#events pre").inner_text())
+        assert (raw["event"], raw["state"], raw["exit_code"]) == ("JobFinished", "failed", 1)
+        assert "sentence" not in raw
+        assert job.wait() == 1
+
+
+def test_a_launcher_that_was_killed(page: Any, script: Path, tmp_path: Path) -> None:
+    """The page does not go on to say that the job runs."""
+    from playwright.sync_api import expect
+
+    with running_cli("--http=127.0.0.1:0", script, tmp_path) as job:
+        opened(page, job)
+        job.send(signal.SIGKILL)
+        expect(page.locator("#connection")).to_have_text(re.compile("^no answer of the launcher"))
+        expect(page.locator("#phase")).to_have_text("running?")
+        job.wait()
+
+
+def test_a_long_job_is_cheap_and_fits_a_phone(page: Any) -> None:
+    """The page has a bounded number of elements, and no line is wider than the window."""
+    from playwright.sync_api import expect
+
+    page.emulate_media(color_scheme="dark")
+    page.set_viewport_size({"width": 375, "height": 700})
+    with running([sys.executable, "-c", LONG_JOB], stdin_pipe=True) as server:
+        page.goto(server.wait_out(r"^http\S+$")[0], wait_until="domcontentloaded")
+        end = "The job has failed: exit code 3, after 9 s: <i>no</i> more"
+        expect(page.locator("#end")).to_have_text(end, timeout=60_000)
+        expect(page.locator("#attempts tr")).to_have_count(100)
+        expect(page.locator("#count")).to_have_text("the last 200 of 9801")
+        assert page.locator("#events details").count() == 200
+        assert page.evaluate("document.querySelectorAll('*').length") < 3000
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        spent = page.evaluate("fetch('status').then(one => one.json()).then(one => one.goodput)")
+        shown = page.evaluate("spent().total")
+        assert spent == {"productive": 2450.0, "restarting": 4801.5, "waiting": 48.0}
+        assert (shown["running"], shown["waiting"]) == (spent["productive"], spent["waiting"])
+        dark = page.evaluate("getComputedStyle(document.body).color")
+        page.emulate_media(color_scheme="light")
+        assert page.evaluate("getComputedStyle(document.body).color") != dark
+        page.focus("#picture")
+        page.keyboard.press("ArrowLeft")
+        page.keyboard.press("ArrowDown")
+        expect(page.locator("#pointed")).to_have_text(
+            re.compile(r"^attempt 98: rank 1 \(pid 3\): ")
+        )
+        page.check("#warnings")
+        until_sync(lambda: page.locator("#events summary:not(.warning)").count() == 0, "warnings")
+        assert server.process.stdin is not None
+        server.process.stdin.close()
+        assert server.wait() == 0
