@@ -433,6 +433,13 @@ class EventReader(Generic[T]):
             await history.changed.wait()
         raise StopAsyncIteration
 
+    @property
+    def is_over(self) -> bool:
+        """Whether no item follows."""
+        return self._is_closed or (
+            self._history.is_closed and self._history.at(self._position) is None
+        )
+
     async def aclose(self) -> None:
         """End the iteration: the next item requested raises `StopAsyncIteration`."""
         self._is_closed = True

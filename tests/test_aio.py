@@ -580,6 +580,22 @@ async def test_a_reader_can_start_at_a_position() -> None:
     assert await all_of(stream.read(99)) == []
 
 
+async def test_a_reader_knows_that_nothing_follows() -> None:
+    """Only once the stream is closed, and it has the last item; or it was closed itself."""
+    stream = history()
+    stream.append("a")
+    reader, ahead, closed = stream.read(), stream.read(1), stream.read()
+    assert not reader.is_over
+    assert not ahead.is_over
+    stream.close()
+    assert not reader.is_over
+    assert ahead.is_over
+    assert await all_of(reader) == ["a"]
+    assert reader.is_over
+    await closed.aclose()
+    assert closed.is_over
+
+
 async def test_a_slow_reader_gets_one_gap() -> None:
     stream = history(keep=3)
     reader = stream.read()

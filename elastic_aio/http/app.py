@@ -10,9 +10,10 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
 from itertools import count
-from typing import Final
+from typing import Final, Protocol
 
 from msgspec import Struct, to_builtins
 from msgspec.json import Encoder
@@ -20,6 +21,7 @@ from msgspec.json import Encoder
 from elastic_aio.aio import EventReader, read_file, run_in_thread
 from elastic_aio.control.protocol import encode
 from elastic_aio.control.session import ViewedJob
+from elastic_aio.errors import ControlError
 from elastic_aio.event_json import event_to_json
 from elastic_aio.events import Event
 from elastic_aio.explanation import WAITS, Step, step_of
@@ -33,7 +35,7 @@ try:
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response, StreamingResponse
-    from starlette.routing import Route
+    from starlette.routing import BaseRoute, Route
     from starlette.types import ASGIApp, Receive, Scope, Send
 except ImportError as error:
     problem = "status_app needs the extra http: pip install 'elastic_aio[http]'"
@@ -72,10 +74,21 @@ def status_app(job: ViewedJob, *, keep_alive: float = 15.0) -> Starlette:
         job: an `Agent`; it may be started later.
         keep_alive: seconds without an event after which a stream of events has a comment.
     """
-    pages = _Pages(job, keep_alive)
-    app = Starlette(
-        routes=[
-            Route("/", pages.page),
+
+    async def ask(*, usage: bool = True, makes_files: bool = False) -> JobStatus:
+        if makes_files:
+            job.make_log_files()
+        return _known(job, usage=usage)
+
+    return job_app(job, ask, keep_alive=keep_alive)
+
+
+def job_app(job: ViewedJob, ask: Ask, *, keep_alive: float = 15.0) -> Starlette:
+    """Return the pages of a job whose present status may be another process's to say: `ask`."""
+    pages = _Pages(job, ask, keep_alive)
+    return read_only_app(
+        [
+            Route("/", file_page("page.html")),
             Route("/healthz", pages.health),
             Route("/readyz", pages.readiness),
             Route("/metrics", pages.metrics),
@@ -83,10 +96,38 @@ def status_app(job: ViewedJob, *, keep_alive: float = 15.0) -> Starlette:
             Route("/events", pages.events),
             Route("/logs/{rank}/{stream}", pages.log),
         ],
-        exception_handlers={404: _no_page, 405: _no_method},
+        _PATHS,
     )
+
+
+def read_only_app(routes: Sequence[BaseRoute], paths: str) -> Starlette:
+    """Return an app of pages; its answer to an unknown path names the `paths`."""
+
+    async def no_page(_: Request, __: Exception) -> Response:
+        return answer(f"the pages are {paths}\n", 404)
+
+    async def no_method(_: Request, __: Exception) -> Response:
+        return answer("all pages are read-only\n", 405, Allow="GET, HEAD")
+
+    async def no_answer(_: Request, error: Exception) -> Response:
+        return answer(f"{error}\n", 503)
+
+    handlers = {404: no_page, 405: no_method, ControlError: no_answer}
+    app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
     return app
+
+
+def file_page(name: str) -> Callable[[Request], Awaitable[Response]]:
+    """Return a page for people, which is a file of this package."""
+    kept: list[bytes] = []
+
+    async def page(_: Request) -> Response:
+        if not kept:
+            kept.append(await read_file(os.path.join(os.path.dirname(__file__), name)))
+        return answer(kept[0], 200, "text/html", **_POLICY)
+
+    return page
 
 
 class LocalHostOnly:
@@ -101,7 +142,7 @@ class LocalHostOnly:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         fields = dict(scope.get("headers", ()))
         if scope["type"] == "http" and not _is_local(fields.get(b"host", b"").decode("latin-1")):
-            refusal = _answer("this server is for its own host: use localhost or an address\n", 403)
+            refusal = answer("this server is for its own host: use localhost or an address\n", 403)
             await refusal(scope, receive, send)
         else:
             await self._app(scope, receive, send)
@@ -114,80 +155,83 @@ def _is_local(host: str) -> bool:
     return not name or is_address or name.lower().rstrip(".").split(".")[-1] == "localhost"
 
 
+class Ask(Protocol):
+    """Returns the present status of a job, or raises a ControlError: its launcher does not answer.
+
+    With `usage` it has what the workers have used; with `makes_files` their log files exist.
+    """
+
+    async def __call__(self, *, usage: bool = True, makes_files: bool = False) -> JobStatus: ...
+
+
+def _known(job: ViewedJob, *, usage: bool = False) -> JobStatus:
+    try:
+        return job.status(usage=usage)
+    except RuntimeError:  # it has not begun
+        return JobStatus()
+
+
 class _Pages:
-    def __init__(self, job: ViewedJob, keep_alive: float) -> None:
+    def __init__(self, job: ViewedJob, ask: Ask, keep_alive: float) -> None:
         self._job = job
+        self._ask = ask
         self._keep_alive = keep_alive
-        self._page = b""
         self._readers = threading.BoundedSemaphore(READERS_MAX)
 
-    def _status(self, *, usage: bool = False) -> JobStatus:
-        try:
-            return self._job.status(usage=usage)
-        except RuntimeError:  # it has not begun
-            return JobStatus()
-
-    async def page(self, _: Request) -> Response:
-        if not self._page:
-            self._page = await read_file(os.path.join(os.path.dirname(__file__), "page.html"))
-        return _answer(self._page, 200, "text/html", **_POLICY)
-
     async def health(self, _: Request) -> Response:
-        phase = self._status().phase
-        return _answer(f"{phase}\n", 503 if phase in ("failed", "stopped") else 200)
+        phase = (await self._ask(usage=False)).phase
+        return answer(f"{phase}\n", 503 if phase in ("failed", "stopped") else 200)
 
     async def readiness(self, _: Request) -> Response:
-        status = self._status()
-        return _answer(f"{status.phase}\n", 200 if status.is_ready else 503)
+        status = await self._ask(usage=False)
+        return answer(f"{status.phase}\n", 200 if status.is_ready else 503)
 
     async def metrics(self, _: Request) -> Response:
-        return _answer(format_metrics(self._status(usage=True), time.time()), 200, CONTENT_TYPE)
+        text = format_metrics([({}, await self._ask())], time.time())
+        return answer(text, 200, CONTENT_TYPE)
 
     async def status(self, _: Request) -> Response:
-        return _answer(encode(self._status(usage=True)), 200, "application/json")
+        return answer(encode(await self._ask()), 200, "application/json")
 
     async def events(self, request: Request) -> Response:
         last = request.headers.get("last-event-id", "")
         after = int(last) if last.isascii() and last.isdigit() and len(last) < 19 else -1
-        status = self._status()
-        if status.has_ended and after >= status.seq:
-            return _answer(b"", 204)  # a browser does not come back
-        headers = _HEADERS | {"Content-Type": "text/event-stream"}
-        if request.method == "HEAD":
-            return Response(headers=headers)
         try:
             events = self._job.events(after)
         except RuntimeError as error:
-            return _answer(f"{error}\n", 503)
-        return StreamingResponse(_messages(events, self._keep_alive), headers=headers)
+            return answer(f"{error}\n", 503)
+        if events.is_over:
+            return answer(b"", 204)  # a browser does not come back
+        return stream_of(_messages(events, self._keep_alive), request)
 
     async def log(self, request: Request) -> Response:
         rank, stream = request.path_params["rank"], request.path_params["stream"]
         if not rank.isdecimal() or stream not in ("stdout", "stderr"):
-            return _answer(f"the pages are {_PATHS}\n", 404)
-        workers = {worker.rank: worker for worker in self._status().workers}
+            return answer(f"the pages are {_PATHS}\n", 404)
+        workers = {worker.rank: worker for worker in _known(self._job).workers}
         worker = workers.get(int(rank[:9]))
         if worker is None:
             known = format_ranks(workers) or "none"
-            return _answer(f"no worker of this node has rank {rank[:9]}; it has: {known}\n", 404)
+            return answer(f"no worker of this node has rank {rank[:9]}; it has: {known}\n", 404)
         # The path comes from the job, and never from the request.
         path = worker.stdout_path if stream == "stdout" else worker.stderr_path
         if path is None:
             problem = f"{stream} of rank {worker.rank} is in no file (see --tee, --redirects)\n"
-            return _answer(problem, 404)
-        self._job.make_log_files()
+            return answer(problem, 404)
+        with suppress(ControlError):  # what was written can be read without the launcher
+            await self._ask(usage=False, makes_files=True)
         return await self._end_of(path)
 
     async def _end_of(self, path: str) -> Response:
         if not self._readers.acquire(blocking=False):
-            return _answer("too many log files are being read\n", 503)
+            return answer("too many log files are being read\n", 503)
         try:
             end = await run_in_thread(_read_end, path, self._readers, daemon=True)
         except FileNotFoundError:
-            return _answer("nothing was written, or the log was removed\n", 404)
+            return answer("nothing was written, or the log was removed\n", 404)
         except OSError as error:
-            return _answer(f"the log cannot be read: {error.strerror}\n", 404)
-        return _answer(end)
+            return answer(f"the log cannot be read: {error.strerror}\n", 404)
+        return answer(end)
 
 
 def _read_end(path: str, readers: threading.BoundedSemaphore) -> bytes:
@@ -238,16 +282,14 @@ def _shown(event: Event) -> bytes:
     return event_to_json(event)[:-1] + b"," + more[1:]
 
 
-async def _no_page(_: Request, __: Exception) -> Response:
-    return _answer(f"the pages are {_PATHS}\n", 404)
+def stream_of(messages: AsyncIterator[bytes], request: Request) -> Response:
+    """Return the answer that is a stream of server-sent events."""
+    headers = _HEADERS | {"Content-Type": "text/event-stream"}
+    is_head = request.method == "HEAD"
+    return Response(headers=headers) if is_head else StreamingResponse(messages, headers=headers)
 
 
-async def _no_method(_: Request, __: Exception) -> Response:
-    return _answer("all pages are read-only\n", 405, Allow="GET, HEAD")
-
-
-def _answer(
-    body: str | bytes, code: int = 200, kind: str = "text/plain", **fields: str
-) -> Response:
+def answer(body: str | bytes, code: int = 200, kind: str = "text/plain", **fields: str) -> Response:
+    """Return an answer that no cache keeps, with further header `fields`."""
     content = body.encode("utf-8", "backslashreplace") if isinstance(body, str) else body
     return Response(content, code, _HEADERS | fields, kind)

@@ -6,8 +6,11 @@ Pure.  The format: https://prometheus.io/docs/specs/om/open_metrics_spec/
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from elastic_aio._version import __version__
 from elastic_aio.status import PHASES, WORKER_STATES, JobStatus, WorkerStatus
@@ -18,47 +21,70 @@ _UNITS: Final = ("seconds", "bytes")
 # Such as `17` or `17/1000`.
 _STEP: Final = re.compile(r"(\d{1,15})(?![\d.])", re.ASCII)
 
-_Samples = Iterable[tuple[Mapping[str, str], float]]
+_Samples = Sequence[tuple[Mapping[str, str], float]]
 _ESCAPES: Final = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
-def format_metrics(job: JobStatus, now: float) -> str:
-    """Return all metrics of a job on this node; `now` in Unix seconds."""
+class _Family(Struct, frozen=True):
+    name: str
+    kind: str
+    text: str
+    samples: _Samples
+
+
+def format_metrics(jobs: Sequence[tuple[Mapping[str, str], JobStatus | None]], now: float) -> str:
+    """Return all metrics of jobs on this node; `now` in Unix seconds.
+
+    A job has the labels of all of its samples, and None if it does not answer; the only job of a
+    server has no labels.
+    """
+    families = [_info("build", "Version of the launcher.", [({"version": __version__}, 1)])]
+    if any(labels for labels, _ in jobs):
+        answers = [(labels, int(job is not None)) for labels, job in jobs]
+        families.append(_gauge("up", "Whether the launcher of a job answers.", answers))
+    samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
+    for labels, job in jobs:
+        for family in () if job is None else _families(job, now):
+            if family.name not in samples:
+                families.append(replace(family, samples=samples.setdefault(family.name, [])))
+            samples[family.name] += [({**labels, **own}, value) for own, value in family.samples]
+    return "\n".join([*(line for family in families for line in _lines(family)), "# EOF", ""])
+
+
+def _families(job: JobStatus, now: float) -> list[_Family]:
     names = () if job.started_at is None else ("run_id", "node", "role", "entrypoint")
     identity = {name: str(getattr(job, name)) for name in names}
     phases = [({"elastic_aio_phase": phase}, int(phase == job.phase)) for phase in PHASES]
     states = [worker.state for worker in job.workers]
     counts = [({"state": state}, states.count(state)) for state in WORKER_STATES]
     changes, spent = job.membership_changes, job.goodput
-    lines = [
-        *_info("build", "Version of the launcher.", [({"version": __version__}, 1)]),
-        *_info("job", "The job and its node.", [(identity, 1)]),
-        *_family("phase", "stateset", "What the job on this node is doing.", phases),
-        *_gauge("workers", "Workers of this node in the latest attempt, by state.", counts),
-        *_gauge("attempt", "Number of the latest attempt.", job.attempt),
-        *_gauge("round", "Number of the rendezvous round, -1 before.", job.round),
-        *_counter("restarts", "Restarts after failures.", job.restarts),
-        *_counter(
+    return [
+        _info("job", "The job and its node.", [(identity, 1)]),
+        _family("phase", "stateset", "What the job on this node is doing.", phases),
+        _gauge("workers", "Workers of this node in the latest attempt, by state.", counts),
+        _gauge("attempt", "Number of the latest attempt.", job.attempt),
+        _gauge("round", "Number of the rendezvous round, -1 before.", job.round),
+        _counter("restarts", "Restarts after failures.", job.restarts),
+        _counter(
             "membership_changes", "Restarts because nodes joined, left or were lost.", changes
         ),
-        *_counter("elapsed_seconds", "Time since the start.", job.elapsed),
-        *_counter(
+        _counter("elapsed_seconds", "Time since the start.", job.elapsed),
+        _counter(
             "goodput_seconds", "Time in which all workers of this node ran.", spent.productive
         ),
-        *_counter(
+        _counter(
             "restarting_seconds",
             "Time from the end of attempts to the next starts.",
             spent.restarting,
         ),
-        *_counter(
+        _counter(
             "waiting_seconds", "Time until the first start, and of waits for nodes.", spent.waiting
         ),
         *_workers(job.workers, now),
     ]
-    return "\n".join([*lines, "# EOF", ""])
 
 
-def _workers(workers: Sequence[WorkerStatus], now: float) -> list[str]:
+def _workers(workers: Sequence[WorkerStatus], now: float) -> list[_Family]:
     """Return the metrics of single workers; metrics of the next attempt begin at zero."""
     ranked = [({"rank": str(one.rank), "local_rank": str(one.local_rank)}, one) for one in workers]
     used = [(labels, one.usage) for labels, one in ranked if one.usage is not None]
@@ -77,41 +103,45 @@ def _workers(workers: Sequence[WorkerStatus], now: float) -> list[str]:
     ]
     steps = [(labels, int(found[1])) for labels, one in ranked if (found := _STEP.match(one.step))]
     return [
-        *_counter("worker_cpu_seconds", "CPU time of a worker and its reaped children.", cpu),
-        *_gauge("worker_resident_memory_bytes", "Resident memory of a worker.", resident),
-        *_gauge("worker_max_rss_bytes", "Largest resident memory of a worker so far.", peak),
-        *_gauge("worker_heartbeat_age_seconds", "Time since the last message of a worker.", silent),
-        *_gauge(
+        _counter("worker_cpu_seconds", "CPU time of a worker and its reaped children.", cpu),
+        _gauge("worker_resident_memory_bytes", "Resident memory of a worker.", resident),
+        _gauge("worker_max_rss_bytes", "Largest resident memory of a worker so far.", peak),
+        _gauge("worker_heartbeat_age_seconds", "Time since the last message of a worker.", silent),
+        _gauge(
             "worker_progress_age_seconds", "Time since the last step of a worker began.", stepping
         ),
-        *_gauge("worker_step", "Number of the last step of a worker.", steps),
+        _gauge("worker_step", "Number of the last step of a worker.", steps),
     ]
 
 
-def _info(name: str, text: str, samples: _Samples) -> list[str]:
+def _info(name: str, text: str, samples: _Samples) -> _Family:
     return _family(name, "info", text, samples)
 
 
-def _gauge(name: str, text: str, samples: _Samples | float) -> list[str]:
+def _gauge(name: str, text: str, samples: _Samples | float) -> _Family:
     return _family(name, "gauge", text, samples)
 
 
-def _counter(name: str, text: str, samples: _Samples | float) -> list[str]:
+def _counter(name: str, text: str, samples: _Samples | float) -> _Family:
     return _family(name, "counter", text, samples)
 
 
-def _family(name: str, kind: str, text: str, samples: _Samples | float) -> list[str]:
-    """Return the lines of a metric; a counter and an info have their suffix in each sample."""
+def _family(name: str, kind: str, text: str, samples: _Samples | float) -> _Family:
     if isinstance(samples, int | float):
         samples = [({}, samples)]
-    family = f"elastic_aio_{name}"
-    suffix = {"counter": "_total", "info": "_info"}.get(kind, "")
-    unit = [f"# UNIT {family} {one}" for one in _UNITS if name.endswith(f"_{one}")]
+    return _Family(name, kind, text, samples)
+
+
+def _lines(family: _Family) -> list[str]:
+    """Return the lines of a metric; a counter and an info have their suffix in each sample."""
+    name = f"elastic_aio_{family.name}"
+    suffix = {"counter": "_total", "info": "_info"}.get(family.kind, "")
+    unit = [f"# UNIT {name} {one}" for one in _UNITS if family.name.endswith(f"_{one}")]
     return [
-        f"# TYPE {family} {kind}",
+        f"# TYPE {name} {family.kind}",
         *unit,
-        f"# HELP {family} {text}",
-        *(f"{family}{suffix}{_labels(labels)} {_number(value)}" for labels, value in samples),
+        f"# HELP {name} {family.text}",
+        *(f"{name}{suffix}{_labels(labels)} {_number(value)}" for labels, value in family.samples),
     ]
 
 

@@ -248,7 +248,7 @@ def test_a_path_that_is_not_text() -> None:
 def metrics_of(status: JobStatus, now: float) -> dict[str, list[tuple[dict[str, str], float]]]:
     """Return the samples by name, as Prometheus reads them: it is strict about types and units."""
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
-    text = format_metrics(status, now)
+    text = format_metrics([({}, status)], now)
     for family in text_string_to_metric_families(text):  # type: ignore[no-untyped-call]
         assert family.documentation.endswith(".")
         for sample in family.samples:
