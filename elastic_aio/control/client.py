@@ -45,6 +45,7 @@ from elastic_aio.control.sockets import (
     is_peer_allowed,
     open_peer,
     peer_of,
+    socket_paths,
 )
 from elastic_aio.errors import AgentUnreachable, ControlError, JobNotFound
 from elastic_aio.process import proc
@@ -500,16 +501,7 @@ def _remove(path: str) -> None:
 
 
 def _paths() -> list[str]:
-    paths = []
-    for directory in directories():
-        with suppress(OSError):
-            names = os.listdir(directory)
-            paths += [
-                os.path.join(directory, name)
-                for name in sorted(names)
-                if name.endswith(SOCKET_SUFFIX) and not name.startswith(".")
-            ]
-    return paths
+    return [path for directory in directories() for path in socket_paths(directory)]
 
 
 def choose(jobs: Sequence[RunningJob], name: str | None) -> RunningJob:

@@ -17,6 +17,7 @@ import socket
 import stat
 import struct
 import time
+from contextlib import suppress
 
 from elastic_aio.process import proc
 
@@ -57,15 +58,32 @@ def make_directory() -> str:
     return path
 
 
-def directories() -> list[str]:
-    """Return the directories that may have sockets of this user's agents."""
-    if own := os.environ.get(CONTROL_DIR):
-        return [own] if _is_ours(own) else []
+def directories(*, makes: bool = False) -> list[str]:
+    """Return the directories that may have sockets of this user's agents.
+
+    With `makes`, those that do not exist are made, as far as that is possible.
+    """
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     candidates = [f"/run/user/{os.geteuid()}/elastic_aio", _fallback()]
     if os.path.isabs(runtime):
         candidates.insert(0, os.path.join(runtime, "elastic_aio"))
+    if own := os.environ.get(CONTROL_DIR):
+        candidates = [own]
+    for path in candidates if makes else ():
+        # sudo may have kept the variable: what root makes there, its owner could not use.
+        if path in (own, _fallback()) or _is_ours(os.path.dirname(path)):
+            with suppress(OSError):
+                os.mkdir(path, DIRECTORY_MODE)
     return [path for path in dict.fromkeys(candidates) if _is_ours(path)]
+
+
+def socket_paths(directory: str) -> list[str]:
+    """Return the paths of the sockets in a directory."""
+    with suppress(OSError):
+        names = sorted(os.listdir(directory))
+        found = (name for name in names if name.endswith(SOCKET_SUFFIX) and name[0] != ".")
+        return [os.path.join(directory, name) for name in found]
+    return []
 
 
 def _fallback() -> str:
