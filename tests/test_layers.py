@@ -122,7 +122,7 @@ CONFINED = {
     "pynvml": {"hardware.host"},
     "redis": {"engines.redis.connection"},
     "rich": {"cli.top"},
-    "starlette": {"http.app", "http.connections"},
+    "starlette": {"http.app", "http.connections", "http.jobs"},
     # Each import is inside the function that has to return one of torch's objects.
     "torch": {
         "compat.torch.rendezvous.bridge",

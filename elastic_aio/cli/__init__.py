@@ -37,6 +37,7 @@ COMMANDS = {
     "events": "elastic_aio.cli.events:main_events",
     "jobs": "elastic_aio.cli.store_jobs:main_jobs",
     "gc": "elastic_aio.cli.store_jobs:main_gc",
+    "serve": "elastic_aio.cli.serve:main_serve",
     "store": "elastic_aio.cli.store:main_store",
     "exec": "elastic_aio.cli.exec:main_exec",
     "completion": "elastic_aio.cli.completion:main_completion",
@@ -49,6 +50,7 @@ usage: aio-elastic run [options] script [arguments of the script]
        aio-elastic ps [-a] | top | status [JOB] | why [JOB] | dump [JOB] | logs [-f] [JOB] [RANK]
        aio-elastic stop [JOB] | restart [JOB] | signal [JOB] SIGNAL | wait [JOB]
        aio-elastic events [JOB] [-f] [--rdzv-endpoint HOST:PORT] [--rdzv-id ID] [--json]
+       aio-elastic serve [--http HOST:PORT]
        aio-elastic jobs [--rdzv-endpoint HOST:PORT] [--json]
        aio-elastic gc [--rdzv-endpoint HOST:PORT] [--lost] [--dry-run]
        aio-elastic store [--host HOST] [--port PORT] [--max-mib N] [--token-file FILE]

@@ -10,7 +10,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import Final, Protocol
@@ -36,7 +36,8 @@ try:
     from starlette.requests import Request
     from starlette.responses import Response, StreamingResponse
     from starlette.routing import BaseRoute, Route
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp as ASGIApp
+    from starlette.types import Receive, Scope, Send
 except ImportError as error:
     problem = "status_app needs the extra http: pip install 'elastic_aio[http]'"
     raise ImportError(problem) from error
@@ -88,7 +89,7 @@ def job_app(job: ViewedJob, ask: Ask, *, keep_alive: float = 15.0) -> Starlette:
     pages = _Pages(job, ask, keep_alive)
     return read_only_app(
         [
-            Route("/", file_page("page.html")),
+            Route("/", JOB_PAGE.answer),
             Route("/healthz", pages.health),
             Route("/readyz", pages.readiness),
             Route("/metrics", pages.metrics),
@@ -118,16 +119,23 @@ def read_only_app(routes: Sequence[BaseRoute], paths: str) -> Starlette:
     return app
 
 
-def file_page(name: str) -> Callable[[Request], Awaitable[Response]]:
-    """Return a page for people, which is a file of this package."""
-    kept: list[bytes] = []
+class FilePage:
+    """A page for people, which is a file of this package."""
 
-    async def page(_: Request) -> Response:
-        if not kept:
-            kept.append(await read_file(os.path.join(os.path.dirname(__file__), name)))
-        return answer(kept[0], 200, "text/html", **_POLICY)
+    def __init__(self, name: str) -> None:
+        self._path = os.path.join(os.path.dirname(__file__), name)
+        self._content = b""
 
-    return page
+    async def load(self) -> None:
+        """Read the file, once: a server does so before an upgrade can replace it."""
+        self._content = self._content or await read_file(self._path)
+
+    async def answer(self, _: Request) -> Response:
+        await self.load()
+        return answer(self._content, 200, "text/html", **_POLICY)
+
+
+JOB_PAGE: Final = FilePage("page.html")
 
 
 class LocalHostOnly:
@@ -191,10 +199,15 @@ class _Pages:
         return answer(text, 200, CONTENT_TYPE)
 
     async def status(self, _: Request) -> Response:
-        return answer(encode(await self._ask()), 200, "application/json")
+        try:
+            status, code = await self._ask(), 200
+        except ControlError:
+            status, code = _known(self._job), 503
+        return answer(encode(status), code, "application/json")
 
     async def events(self, request: Request) -> Response:
-        last = request.headers.get("last-event-id", "")
+        query = request.query_params.get("after", "")
+        last = request.headers.get("last-event-id", query)
         after = int(last) if last.isascii() and last.isdigit() and len(last) < 19 else -1
         try:
             events = self._job.events(after)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
 
 from msgspec.structs import replace
 
@@ -20,13 +20,72 @@ from elastic_aio.text import error_reason
 
 if TYPE_CHECKING:
     from elastic_aio.agent.agent import Agent
+    from elastic_aio.http.app import ASGIApp
     from elastic_aio.http.connections import AsgiConnections
 
 _EVENTS_KEPT: Final = 10_000
 """As many as an agent keeps: they are the same objects."""
 
 
-class StatusServer:
+class AppServer:
+    """Serves an app at an address, within limits: an async context manager."""
+
+    def __init__(self, address: str, *, patience: float, keep_alive: float) -> None:
+        self._given = address
+        self._host, self._port = parse_host_port("address", address, at_least=0)
+        if find_spec("starlette") is None or find_spec("hypercorn") is None:
+            problem = "needs the extra http: pip install 'elastic_aio[http]'"
+            raise SpecError("address", address, problem)
+        self._patience = patience
+        self._keep_alive = keep_alive
+        self._connections: AsgiConnections | None = None
+
+    def __repr__(self) -> str:
+        count = 0 if self._connections is None else len(self._connections)
+        return f"<{type(self).__name__} at {self.address}, {count} connections>"
+
+    @property
+    def address(self) -> str:
+        """`HOST:PORT`, with the port that is bound."""
+        return format_host_port(self._host, self._port)
+
+    def _app(self) -> ASGIApp:
+        raise NotImplementedError
+
+    async def __aenter__(self) -> Self:
+        """Listen at the address.
+
+        Raises:
+            SpecError: that is not possible; the port is in use, for example.
+
+        Cancellation: nothing listens.
+        """
+        # Imported here: a program without the extra imports this module too.
+        from elastic_aio.http.app import JOB_PAGE, LocalHostOnly
+        from elastic_aio.http.connections import AsgiConnections
+
+        running_loop()
+        await JOB_PAGE.load()
+        try:
+            addresses = await resolve(self._host, self._port)
+            sockets = bind_addresses(addresses, self._patience, is_listening=True)
+        except OSError as error:
+            reason = error_reason(error)
+            raise SpecError("address", self._given, f"cannot listen: {reason}") from None
+        self._port = sockets[0].getsockname()[1]
+        app = self._app()
+        is_local = all(is_loopback(sock.getsockname()[0]) for sock in sockets)
+        self._connections = AsgiConnections(LocalHostOnly(app) if is_local else app, self._patience)
+        self._connections.listen(sockets)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close the port and all connections; the ends of streams still reach those that read."""
+        if self._connections is not None:
+            await self._connections.aclose()
+
+
+class StatusServer(AppServer):
     """Serves the state of a job over HTTP: an async context manager, and a listener.
 
     ::
@@ -54,19 +113,8 @@ class StatusServer:
         Raises:
             SpecError: `address` is something else, or the extra `http` is not installed.
         """
-        self._given = address
-        self._host, self._port = parse_host_port("address", address, at_least=0)
-        if find_spec("starlette") is None or find_spec("hypercorn") is None:
-            problem = "needs the extra http: pip install 'elastic_aio[http]'"
-            raise SpecError("address", address, problem)
-        self._patience = patience
-        self._keep_alive = keep_alive
+        super().__init__(address, patience=patience, keep_alive=keep_alive)
         self._job = ListenedJob()
-        self._connections: AsgiConnections | None = None
-
-    def __repr__(self) -> str:
-        count = 0 if self._connections is None else len(self._connections)
-        return f"<StatusServer at {self.address}, {count} connections>"
 
     def use_agent(self, source: Callable[[], Agent | None]) -> None:
         """Take from the agent what no event says: what workers have used and reported."""
@@ -76,42 +124,14 @@ class StatusServer:
         """Take in an event of the job."""
         self._job.add(event)
 
-    @property
-    def address(self) -> str:
-        """`HOST:PORT`, with the port that is bound."""
-        return format_host_port(self._host, self._port)
+    def _app(self) -> ASGIApp:
+        from elastic_aio.http.app import status_app
 
-    async def __aenter__(self) -> StatusServer:
-        """Listen at the address.
-
-        Raises:
-            SpecError: that is not possible; the port is in use, for example.
-
-        Cancellation: nothing listens.
-        """
-        # Imported here: a program without the extra imports this module too.
-        from elastic_aio.http.app import LocalHostOnly, status_app
-        from elastic_aio.http.connections import AsgiConnections
-
-        running_loop()
-        try:
-            addresses = await resolve(self._host, self._port)
-            sockets = bind_addresses(addresses, self._patience, is_listening=True)
-        except OSError as error:
-            reason = error_reason(error)
-            raise SpecError("address", self._given, f"cannot listen: {reason}") from None
-        self._port = sockets[0].getsockname()[1]
-        app = status_app(self._job, keep_alive=self._keep_alive)
-        is_local = all(is_loopback(sock.getsockname()[0]) for sock in sockets)
-        self._connections = AsgiConnections(LocalHostOnly(app) if is_local else app, self._patience)
-        self._connections.listen(sockets)
-        return self
+        return status_app(self._job, keep_alive=self._keep_alive)
 
     async def __aexit__(self, *_: object) -> None:
-        """Close the port and all connections; the end of the job still reaches those that read."""
         self._job.close()
-        if self._connections is not None:
-            await self._connections.aclose()
+        await super().__aexit__()
 
 
 class ListenedJob:

@@ -189,7 +189,7 @@ async def test_the_pages_of_an_agent_in_another_app() -> None:
         assert "worker_cpu_seconds_total{" in (await read("/job/metrics"))[1]
         page = (await read("/job/"))[1]
         assert 'fetch("status"' in page
-        assert 'EventSource("events")' in page
+        assert "EventSource(`events?" in page
     assert await read("/job/healthz") == (503, "stopped\n")
     stream = (await read("/job/events"))[1]
     assert stream.startswith("retry: 2000\n\nid: 0\ndata: ")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import re
 import shutil
 import signal
@@ -17,7 +16,8 @@ from typing import Any
 import pytest
 
 from tests.support.children import until_sync
-from tests.support.cli import running, running_cli
+from tests.support.cli import CLI, running, running_cli
+from tests.support.control import own_control_dir
 
 CHROMIUM = shutil.which("chromium")
 WORKER = """
@@ -38,10 +38,12 @@ import asyncio, sys
 from elastic_aio import JobState, StatusServer
 from elastic_aio.events import *
 from elastic_aio.outcome import ExitStatus, Failure
+from elastic_aio.spec.restart import UNLIMITED
 from msgspec.structs import replace
 
 def events():
-    yield JobStarted(entrypoint="x", nproc_per_node=48, nnodes="1", max_restarts=-1, agent_pid=1)
+    yield JobStarted(
+        entrypoint="x", nproc_per_node=48, nnodes="1", max_restarts=UNLIMITED, agent_pid=1)
     for attempt in range(100):
         ids = [dict(rank=rank, local_rank=rank, pid=rank + 2) for rank in range(48)]
         for one in ids:
@@ -126,16 +128,16 @@ def test_the_page_follows_a_job(page: Any, script: Path, tmp_path: Path) -> None
         summary = re.compile("^attempt 1, 1 of 1 restarts, 2 workers, ")
         expect(page.locator("#summary")).to_have_text(summary)
         page.wait_for_selector("#phase.running")
-        if target := os.environ.get("ELASTIC_AIO_SCREENSHOT"):
-            page.screenshot(path=target)
         why = page.locator("#why")
         expect(why).to_contain_text("evidence: rank 1 (pid")
         expect(why).to_contain_text("<b>no</b> <img src=x onerror=alert(1)>")
         expect(page.locator("#attempts tr")).to_have_count(2)
         assert page.locator("#log b, #why b, #events b, #events img, h1 b").count() == 0
         # A button keeps the focus although the table changes.
+        page.click("#workers tr:nth-child(2) button:has-text('stderr')")
+        expect(page.locator("#workers tr >> nth=0 >> td >> nth=7")).to_have_text(re.compile(r"/s$"))
         focus = "document.activeElement.textContent"
-        assert page.evaluate(focus) == "stdout"
+        assert page.evaluate(focus) == "stderr"
         job.send(signal.SIGTERM)
         expect(page.locator("#end")).to_have_text(
             re.compile("^The job has been stopped: exit code 143, after .*: SIGTERM")
@@ -199,6 +201,7 @@ def test_a_long_job_is_cheap_and_fits_a_phone(page: Any) -> None:
         dark = page.evaluate("getComputedStyle(document.body).color")
         page.emulate_media(color_scheme="light")
         assert page.evaluate("getComputedStyle(document.body).color") != dark
+        expect(page.locator("#summary")).to_have_text(re.compile("^attempt 99, 99 restarts, "))
         page.focus("#picture")
         page.keyboard.press("ArrowLeft")
         page.keyboard.press("ArrowDown")
@@ -209,4 +212,48 @@ def test_a_long_job_is_cheap_and_fits_a_phone(page: Any) -> None:
         until_sync(lambda: page.locator("#events summary:not(.warning)").count() == 0, "warnings")
         assert server.process.stdin is not None
         server.process.stdin.close()
+        assert server.wait() == 0
+
+
+def hide(page: Any, *, is_hidden: bool) -> None:
+    """Let a page believe that it is hidden, or shown."""
+    value = f"{{value: {str(is_hidden).lower()}, configurable: true}}"
+    page.evaluate(f"Object.defineProperty(document, 'hidden', {value})")
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+
+
+def test_the_list_of_all_jobs(page: Any, script: Path, tmp_path: Path) -> None:
+    """It follows the jobs that come and go, and leads to their pages."""
+    from playwright.sync_api import expect
+
+    with own_control_dir(), running([*CLI, "serve", "--http", "127.0.0.1:0"]) as server:
+        url = server.wait_out(r" at (http\S+)$")[1]
+        page.goto(url, wait_until="domcontentloaded")
+        with running_cli("--rdzv-id=<b>x</b>", "--max-restarts=1", script, tmp_path) as job:
+            expect(page.locator("#running a")).to_have_text("<b>x</b>")
+            expect(page.locator("#running td.running")).to_have_text("running")
+            page.click("#running a")
+            page.wait_for_selector("#phase.running")
+            expect(page.locator("#progress")).to_have_text(re.compile("^step "))
+            # Six pages would take all connections of the browser: a hidden page has none.
+            hide(page, is_hidden=True)
+            assert page.evaluate("stream.readyState === EventSource.CLOSED")
+            (tmp_path / "0.0").touch()
+            hide(page, is_hidden=False)
+            expect(page.locator("#attempts tr")).to_have_count(2)
+            page.wait_for_selector("#phase.running")
+            numbers = page.evaluate("events.map(one => one.raw.seq)")
+            assert numbers == [*range(len(numbers))]
+            page.click("#all a")
+            expect(page.locator("#running a")).to_have_count(1)
+            job.send(signal.SIGTERM)
+            expect(page.locator("#ended td.stopped")).to_have_text("stopped")
+            expect(page.locator("#running a")).to_have_count(0)
+            job.wait()
+            page.click("#ended a >> nth=0")
+            end = re.compile("^The job has been stopped: exit code 143, ")
+            expect(page.locator("#end")).to_have_text(end)
+            expect(page.locator("#connection")).to_have_text("ended")
+            assert page.locator("main b, h1 b").count() == 0
+        server.send(signal.SIGTERM)
         assert server.wait() == 0

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from elastic_aio import JobFailed, LaunchSpec, SpecError, StatusServer, launch
 from elastic_aio.events import Event, JobFinished, JobStarted, StopRequested
+from elastic_aio.http import app as app_module
 from elastic_aio.http import server as server_module
 from elastic_aio.http.connections import CONNECTIONS_MAX, HEAD_MAX
 from elastic_aio.outcome import JobState
@@ -348,6 +349,15 @@ async def test_a_stream_has_all_events_until_the_end(server: StatusServer) -> No
     writer.close()
 
 
+async def test_the_page_is_read_before_an_upgrade_can_remove_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(app_module, "JOB_PAGE", app_module.FilePage("page.html"))
+    async with serving() as server:
+        monkeypatch.setattr(app_module, "read_file", None)
+        assert (await ask(server, get("/"))).endswith(b"</script>\n")
+
+
 async def test_the_end_of_a_job_reaches_a_stream_although_the_server_ends() -> None:
     async with serving() as server:
         reader, writer = await connect(server)
@@ -372,6 +382,9 @@ async def test_a_stream_goes_on_where_it_was(server: StatusServer) -> None:
     """A browser that comes back after the end is sent away for good (204)."""
     publish(server, STARTED, stop_requested(1), FINISHED)
     assert messages(await ask(server, get("/events", "last-event-id: 1"))) == [(2, "JobFinished")]
+    assert messages(await ask(server, get("/events?after=1"))) == [(2, "JobFinished")]
+    both = get("/events?after=0", "Last-Event-ID: 1")  # a browser repeats the address
+    assert messages(await ask(server, both)) == [(2, "JobFinished")]
     answer = await ask(server, get("/events", "Last-Event-ID: 2"))
     assert answer.startswith(b"HTTP/1.1 204 ")
     assert b"content-length" not in answer.lower()

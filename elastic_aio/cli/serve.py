@@ -1,0 +1,56 @@
+"""`aio-elastic serve`: all jobs of this user on this host behind one port.
+
+::
+
+    aio-elastic serve [--http HOST:PORT]
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+
+from elastic_aio.cli.options import print_error
+from elastic_aio.cli.parser import OptionParser
+from elastic_aio.errors import HostError, SpecError
+from elastic_aio.http.server import AppServer
+from elastic_aio.launcher import run_coroutine
+from elastic_aio.signals import ReceivedSignals
+from elastic_aio.spec.checks import UsageError, invalid_value
+
+
+def main_serve(argv: Sequence[str]) -> int:
+    """Run `aio-elastic serve`; return the exit code.
+
+    0: a signal has stopped it.  2: the arguments are invalid, or it cannot start; a line says why.
+    """
+    parser = OptionParser(
+        prog="aio-elastic serve",
+        description="Show all jobs of this user on this host at one port: a list, and for each job"
+        " what `aio-elastic run --http` shows. Read-only, without a password.",
+        epilog="Exit codes: 0 a signal has stopped it, 2 invalid arguments, or the port is in use.",
+    )
+    parser.add_argument(
+        "--http",
+        default="localhost:9000",
+        metavar="HOST:PORT",
+        help="address to listen at; port 0 takes a free one (default localhost:9000)",
+    )
+    try:
+        arguments = parser.parse_args(argv)
+        return run_coroutine(lambda: _serve(arguments.http))
+    except SpecError as error:
+        return print_error("serve", str(invalid_value("--http", error.problem, error.value)), 2)
+    except (UsageError, HostError) as error:
+        return print_error("serve", str(error), 2)
+
+
+async def _serve(address: str) -> int:
+    AppServer(address, patience=5.0, keep_alive=15.0)  # checks the address and the extra
+    from elastic_aio.http.jobs import JobsServer  # which needs the extra
+
+    with ReceivedSignals([signal.SIGTERM, signal.SIGINT]) as signals:
+        async with JobsServer(address) as server:
+            print(f"serving the jobs of this host at http://{server.address}/", flush=True)
+            await anext(signals)
+    return 0

@@ -1,0 +1,388 @@
+"""All jobs of this user on this host behind one port: those that run, and the latest that ended.
+
+Each job is followed at its control socket, so that most answers are from memory, and a suspended
+launcher delays no other job.  The directories of the sockets are watched by inotify: a job is seen
+when it begins, and no request is made while nothing changes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import aclosing, suppress
+from functools import cached_property
+from typing import Any, Final, TypeVar
+from urllib.parse import quote
+
+from msgspec import to_builtins
+from msgspec.json import encode
+from msgspec.structs import replace
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from elastic_aio.aio import Notifier, cancel_and_wait, create_task, run_in_thread
+from elastic_aio.control.client import JobClient, connect
+from elastic_aio.control.sockets import SOCKET_SUFFIX, directories, socket_paths
+from elastic_aio.errors import AgentUnreachable, ControlError
+from elastic_aio.events import JobFinished
+from elastic_aio.http.app import FilePage, answer, job_app, read_only_app, stream_of
+from elastic_aio.http.openmetrics import CONTENT_TYPE, format_metrics
+from elastic_aio.http.server import AppServer, ListenedJob
+from elastic_aio.logs.inotify import InotifyWatcher
+from elastic_aio.record import JobRecord, recorded_runs
+from elastic_aio.status import JobStatus
+from elastic_aio.text import jsonable
+
+T = TypeVar("T")
+
+ANSWER_S: Final = 2.0
+"""Seconds in which a launcher answers, or counts as suspended."""
+ENDED_MAX: Final = 8
+"""Jobs that have ended and whose events are in memory."""
+
+_LIST_S: Final = 0.5  # the same for a list, which people wait for
+_RECORDS_S: Final = 1.0  # a disk may not answer
+_FOREVER: Final = 1e9  # a suspended launcher answers when it goes on, or is killed
+_REMADE_S: Final = 1.0  # a directory is removed in steps
+_TURN: Final = 32  # events that are taken in before others have their turn
+# inotify(7): a socket appears by a rename.
+_IN_MOVED_TO, _IN_MOVE_SELF, _IN_DELETE_SELF = 0x80, 0x800, 0x400
+JOBS_PAGE: Final = FilePage("jobs.html")
+
+_PATHS: Final = "/  /healthz  /metrics  /jobs  /changes  /jobs/NAME/"
+
+
+class _ShownRun:
+    """A run that can be looked at: its events, and the app with its pages."""
+
+    def __init__(self, name: str, pid: int | None) -> None:
+        self.name = name
+        self.pid = pid
+        self.view = ListenedJob()
+        self.ended_at: float | None = None
+        self.exit_code: int | None = None
+
+    @cached_property
+    def app(self) -> ASGIApp:
+        return job_app(self.view, self.ask)
+
+    @property
+    def status(self) -> JobStatus:
+        """What is known at once; a job that is over without an end has lost its launcher."""
+        known = self._known()
+        if self.ended_at is None or known.has_ended:
+            return known
+        return replace(known, phase="failed", reason="the launcher was killed, or is lost")
+
+    def _known(self) -> JobStatus:
+        return self.view.status(usage=False)
+
+    async def ask(self, *, usage: bool = True, makes_files: bool = False) -> JobStatus:
+        return self.status
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        status = self.status
+        return status.run_id, status.agent_pid, status.started_at or self.name
+
+    def is_named(self, name: str) -> bool:
+        return name in (self.name, str(self.pid or self.name), self.status.run_id)
+
+    def row(self, *, answers: bool = False) -> dict[str, object]:
+        """Return what the list says of the run."""
+        status = self.status
+        names = "run_id entrypoint node phase attempt restarts started_at"
+        return {
+            **{name: getattr(status, name) for name in names.split()},
+            **{name: getattr(self, name) for name in ("name", "pid", "ended_at", "exit_code")},
+            "answers": answers,
+            "reason": status.reason or status.failure,
+            "running": sum(worker.state == "running" for worker in status.workers),
+            "workers": len(status.workers),
+        }
+
+
+class _RecordedRun(_ShownRun):
+    """A run that has ended, as its record says."""
+
+    def __init__(self, record: JobRecord) -> None:
+        super().__init__(os.path.basename(record.directory), record.agent_pid)
+        self.ended_at, self.exit_code = record.until, record.exit_code
+        self._record = record
+
+    def _known(self) -> JobStatus:
+        return self._record
+
+    async def load(self) -> None:
+        """Read the events, which may be gone."""
+        with suppress(ValueError):
+            for number, event in enumerate(await run_in_thread(self._record.events, daemon=True)):
+                self.view.add(event)
+                if number % _TURN == 0:
+                    await asyncio.sleep(0)
+        self.view.close()
+
+
+class _FollowedRun(_ShownRun):
+    """A run whose events come from its control socket."""
+
+    def __init__(self, path: str) -> None:
+        name = os.path.basename(path).removesuffix(SOCKET_SUFFIX)
+        pid = name.partition("-")[0]
+        super().__init__(name, int(pid) if pid.isdecimal() else None)
+        self._path = path
+        self._client: JobClient | None = None
+
+    async def follow(self, on_change: Callable[[], None]) -> None:
+        """Take in the events up to the end of the job, or of its launcher."""
+        phase = ""
+        try:
+            client = JobClient((await self._connected()).job, timeout=_FOREVER)
+            async with aclosing(client.events(follow=True)) as events:  # type: ignore[type-var]
+                async for event in events:
+                    self.view.add(event)
+                    if event.seq % _TURN == 0:
+                        await asyncio.sleep(0)
+                    if isinstance(event, JobFinished):
+                        self.exit_code = event.exit_code
+                    if (present := self.status.phase) != phase:
+                        phase = present
+                        on_change()
+        except ControlError:
+            pass  # the launcher was killed, is gone already, or has refused the connection
+        except (ValueError, RecursionError):  # another release has other events
+            with suppress(ControlError):
+                await client.wait()
+        self.ended_at = time.time()
+        self.view.close()
+
+    async def ask(self, *, usage: bool = True, makes_files: bool = False) -> JobStatus:
+        if self.ended_at is not None:
+            return self.status
+        client = await self._connected()
+        if client.job.status is None:
+            raise AgentUnreachable("the launcher does not answer: it is suspended, or very busy")
+        return await client.status(usage=usage, makes_files=makes_files)
+
+    async def _connected(self) -> JobClient:
+        """Return a client that knows, if it can, whether the pids are those of this namespace."""
+        if self._client is None or self._client.job.status is None:
+            async with connect(self._path, timeout=ANSWER_S) as client:
+                self._client = client
+        return self._client
+
+
+class HostJobs:
+    """The jobs of this user on this host: an async context manager."""
+
+    def __init__(self) -> None:
+        self.changed = Notifier()
+        self.changes = 0
+        """How often the list has changed."""
+        self.is_closed = False
+        self._runs: dict[str, _FollowedRun] = {}  # by socket, the latest last; also ended ones
+        self._recorded: list[_RecordedRun] = []  # the latest first
+        self._loaded: dict[str, _RecordedRun] = {}  # some of them, with their events
+        self._watched: dict[str, tuple[int, int]] = {}  # directory -> its token and inode
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._reading: asyncio.Task[list[JobRecord]] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._watcher: InotifyWatcher | None = None
+
+    def __repr__(self) -> str:
+        return f"<HostJobs: {len(self._runs)} runs>"
+
+    async def __aenter__(self) -> HostJobs:
+        events = _IN_MOVED_TO | _IN_MOVE_SELF | _IN_DELETE_SELF
+        self._watcher = InotifyWatcher(self._on_events, events, polls=False)
+        self._look()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Follow no job any more, and end the streams of all pages."""
+        self.is_closed = True
+        if self._watcher is not None:
+            self._watcher.close()
+        if self._timer is not None:
+            self._timer.cancel()
+        for run in self._runs.values():
+            run.view.close()
+        self._notify()
+        await cancel_and_wait(self._tasks)
+
+    # ------------------------------------------------------------ which jobs there are
+
+    def _on_events(self, events: Mapping[int, int]) -> None:
+        if any(event & _IN_MOVED_TO for event in events.values()):
+            self._look()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_REMADE_S, self._look)
+
+    def _look(self) -> None:
+        """Watch the directories, and follow the jobs that are new there."""
+        assert self._watcher is not None
+        self._timer = None
+        for directory in directories(makes=True):
+            token, watched = self._watched.get(directory, (len(self._watched), 0))
+            with suppress(OSError):
+                if (inode := os.stat(directory).st_ino) != watched:
+                    self._watcher.remove(token)
+                    self._watcher.add(directory, token)
+                    self._watched[directory] = token, inode
+            for path in socket_paths(directory):
+                if path not in self._runs:  # the name of a socket is never used twice
+                    self._runs[path] = _FollowedRun(path)
+                    self._start(self._follow(path))
+
+    async def _follow(self, path: str) -> None:
+        await self._runs[path].follow(self._notify)
+        if self._runs[path].status.started_at is None:
+            del self._runs[path]  # no job was there
+        ended = [path for path, run in self._runs.items() if run.ended_at is not None]
+        for path in ended[:-ENDED_MAX]:
+            del self._runs[path]
+        self._notify()
+
+    def _shown(self) -> list[_FollowedRun]:
+        """Return the runs, the latest first; of a launcher with a new socket only the new run."""
+        return [*{run.identity: run for run in self._runs.values()}.values()][::-1]
+
+    def _notify(self) -> None:
+        self.changes += 1
+        self.changed.notify_all()
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _read_records(self) -> None:
+        """Read which runs have ended; a disk that does not answer changes nothing."""
+        if self._reading is None or self._reading.done():
+            self._reading = self._start(run_in_thread(recorded_runs, daemon=True))
+        await asyncio.wait([self._reading], timeout=_RECORDS_S)
+        if self._reading.done():
+            known = {run.identity for run in self._runs.values()}
+            records = [one for one in self._reading.result() if one.ended_at or one.is_lost]
+            runs = map(_RecordedRun, records)
+            self._recorded = [run for run in runs if run.identity not in known]
+
+    # ------------------------------------------------------------ answers
+
+    async def rows(self) -> list[dict[str, object]]:
+        """Return the jobs, the latest first."""
+        found = await self._ask_all(_LIST_S, usage=False)
+        await self._read_records()
+        rows = [run.row(answers=found.get(run) is not None) for run in self._shown()]
+        return [*rows, *(run.row() for run in self._recorded)]
+
+    async def measure(self) -> list[tuple[dict[str, str], JobStatus | None]]:
+        """Return each running job with its labels, and None for a launcher without an answer."""
+        found = await self._ask_all(ANSWER_S, usage=True)
+        return [
+            ({"run_id": run.status.run_id, "pid": str(run.pid)}, status)
+            for run, status in found.items()
+        ]
+
+    async def _ask_all(
+        self, seconds: float, *, usage: bool
+    ) -> dict[_FollowedRun, JobStatus | None]:
+        """Return the status of each running job, None without an answer in time."""
+        self._look()
+        running = [run for run in self._shown() if run.ended_at is None]
+        asked = [self._start(run.ask(usage=usage)) for run in running]
+        if asked:
+            await asyncio.wait(asked, timeout=seconds)
+        await cancel_and_wait(asked)
+        return {
+            run: None if task.cancelled() or task.exception() else task.result()
+            for run, task in zip(running, asked, strict=True)
+        }
+
+    async def find(self, name: str) -> _ShownRun | None:
+        """Return the latest run of this name in the list, with this pid, or of this id."""
+        self._look()
+        for run in self._shown():
+            if run.is_named(name):
+                return run
+        await self._read_records()
+        for recorded in self._recorded:
+            if recorded.is_named(name):
+                if recorded.name not in self._loaded:
+                    await recorded.load()
+                    self._loaded = dict([*self._loaded.items()][1 - ENDED_MAX :])
+                    self._loaded[recorded.name] = recorded
+                return self._loaded[recorded.name]
+        return None
+
+
+class JobsServer(AppServer):
+    """Serves the pages of all jobs of this user on this host: an async context manager."""
+
+    def __init__(self, address: str, *, patience: float = 5.0, keep_alive: float = 15.0) -> None:
+        """Prepare a server, with the arguments of `StatusServer`."""
+        super().__init__(address, patience=patience, keep_alive=keep_alive)
+        self.jobs = HostJobs()
+
+    def _app(self) -> ASGIApp:
+        routes = [
+            Route("/", JOBS_PAGE.answer),
+            Route("/healthz", self._health),
+            Route("/metrics", self._metrics),
+            Route("/jobs", self._list),
+            Route("/changes", self._changes),
+            Route("/jobs/{name}", self._redirect),
+            Mount("/jobs/{name}", self._job),
+        ]
+        return read_only_app(routes, _PATHS)
+
+    async def __aenter__(self) -> JobsServer:
+        await JOBS_PAGE.load()
+        await self.jobs.__aenter__()
+        try:
+            return await super().__aenter__()
+        except BaseException:  # a cancellation too
+            await self.jobs.__aexit__()
+            raise
+
+    async def __aexit__(self, *_: object) -> None:
+        try:
+            await self.jobs.__aexit__()
+        finally:
+            await super().__aexit__()
+
+    async def _health(self, _: Request) -> Response:
+        return answer("serving\n")
+
+    async def _metrics(self, _: Request) -> Response:
+        return answer(format_metrics(await self.jobs.measure(), time.time()), 200, CONTENT_TYPE)
+
+    async def _list(self, _: Request) -> Response:
+        rows = jsonable(to_builtins(await self.jobs.rows()))
+        return answer(encode({"jobs": rows}), 200, "application/json")
+
+    async def _changes(self, request: Request) -> Response:
+        return stream_of(self._messages(), request)
+
+    async def _messages(self) -> AsyncIterator[bytes]:
+        """Yield a message at each change of the list."""
+        yield b"retry: 2000\n\n"
+        while not self.jobs.is_closed:
+            shown = self.jobs.changes
+            yield b"data: %d\n\n" % shown
+            while self.jobs.changes == shown:
+                if not await self.jobs.changed.wait(self._keep_alive):
+                    yield b":\n\n"
+
+    async def _redirect(self, request: Request) -> Response:
+        return answer(b"", 307, Location=quote(request.path_params["name"], safe="") + "/")
+
+    async def _job(self, scope: Scope, receive: Receive, send: Send) -> None:
+        run = await self.jobs.find(scope["path_params"]["name"])
+        app = answer("no such job: see /jobs\n", 404) if run is None else run.app
+        await app(scope, receive, send)
