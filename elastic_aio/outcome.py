@@ -160,7 +160,9 @@ class Failure(Value, frozen=True):
         if self.pid is None and self.message:
             return f"{worker}: {self.message}"
         message = self.error.message if self.error else self.message
-        reason = self.reason or reason_of(message, self.stderr_tail) or self.cause
+        code, signal = self.status.code, self.status.signal
+        said = self.reason or reason_of(message, self.stderr_tail, code=code, signal=signal)
+        reason = said or self.cause
         return f"{worker}: {self.status}" + (f": {reason}" if reason else "")
 
 

@@ -1,9 +1,9 @@
 """Why a worker failed, in one line: read from its output and its status.
 
 Pure: texts in, texts out.  `exception_line` knows the layouts of Python (chained tracebacks,
-exception groups, syntax errors), of rich, and of aborts of the interpreter and of C++.  Lines may
-have prefixes, such as torch's `[rank0]: ` or a time, as long as the prefixes of one traceback
-differ in their digits only.
+exception groups, syntax errors), of rich, of aborts of the interpreter and of C++, of panics of
+Rust and Go, and of stacks of `at` lines (Java, JavaScript).  Lines may have prefixes, such as
+torch's `[rank0]: ` or a time, as long as the prefixes of one traceback differ in their digits only.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ _GROUP = "Exception Group "
 _FOREIGN_MAX = 20
 # Headers without an exception: each may lead through all lines.
 _TRIED_MAX = 50
+
+# Frames of Java and JavaScript; the first words of Go, and the lines in which its frames begin.
+_AT = ("\tat ", "    at ")
+_GO_PANIC = ("panic: ", "fatal error: ")
+_GO_LINES = 4
 
 _NAME = r"[^\W\d]\w*(?:\.(?:[^\W\d]\w*|<locals>))*"
 _EXCEPTION = rf"{_NAME}(?:: .*|:?)$"
@@ -79,7 +84,14 @@ _LOST_PEER_SIGNS: Final = (
     b"ECONNRESET",
 )
 # Signs of an exception, see `_read_end`.  A text without them says why in its last line.
-_EXCEPTION_SIGNS: Final = (b"Traceback", b"Fatal", b"what()", b"File")
+_EXCEPTION_SIGNS: Final = tuple(
+    b"Traceback|Fatal|what()|File| panicked at |goroutine |\tat |    at ".split(b"|")
+)
+# What a process may write about the signal that ends it: a program logs other lines until then.
+_ERROR_LINE: Final = (
+    r"(?i)(?!.*(?:\b(?:info|debug)\b|warning)).*(?:error|fatal|panic|abort|assert|terminat|kill|corrupt|invalid"
+    r"|fault|fail|exception|overflow|exceed|smash|cannot|can't|denied|no such|not found|out of)"
+)
 # Lines in which the last one with a text is looked for: others have escape sequences only.
 _LAST_LINES: Final = 20
 _KNOWN_CODES: Final = {
@@ -87,6 +99,7 @@ _KNOWN_CODES: Final = {
     127: "a command was not found",
 }
 _SIGNALED: Final = 128  # from here on, an exit code is a shell's for a signal
+_SIGNALS: Final = 64  # numbers of signals
 _SIGABRT, _SIGBUS, _SIGKILL, _SIGXCPU, _SIGXFSZ = 6, 7, 9, 24, 25
 
 
@@ -101,20 +114,28 @@ def _plain(line: str) -> str:
     return re.sub(_ESCAPES, "", line) if "\x1b" in line else line
 
 
-def reason_of(message: str, stderr: Sequence[str] = (), *, code: int | None = None) -> str:
+def reason_of(
+    message: str, stderr: Sequence[str] = (), *, code: int | None = None, signal: int | None = None
+) -> str:
     """Return in one line why a worker failed; empty if the texts do not say it.
 
     A program that exits with a code of its own choice says why in its last line: an exception above
-    that was handled.  `message` is recorded by the worker, or known about it: the exception is in
-    its first line, unless it holds a traceback.  `stderr` has the last lines written there.
+    that was handled.  The last line of a program that a signal has ended counts only if it looks
+    like an error.  `message` is recorded by the worker, or known about it: the exception is in its
+    first line, unless it holds a traceback.  `stderr` has the last lines written there.
     """
     lines = plain_lines(message)
     if any(_HEADER in line for line in lines) and (found := exception_line(lines)):
         return one_line(found, REASON_MAX)
-    if said := _first_text(lines):
-        return one_line(said, REASON_MAX)
+    if said := [*filter(_has_text, lines)]:
+        is_name = said[0].rstrip().endswith(":")  # and the message begins with an empty line
+        return one_line(" ".join(said[: 1 + is_name]), REASON_MAX)
     lines = [_plain(line) for line in stderr]
-    found = last_words(lines, code=code) or exception_line(lines) or _last_text(lines)
+    found = last_words(lines, code=code) or exception_line(lines)
+    if not found:
+        last = _last_text(lines)
+        is_killed = 0 < (_signal_of(code, signal) or 0) <= _SIGNALS
+        found = last if not is_killed or re.match(_ERROR_LINE, last) else ""
     return one_line(found, REASON_MAX)
 
 
@@ -200,7 +221,8 @@ def _is_at_end(lines: Sequence[str]) -> bool:
     """Whether a text ends with a traceback: no line follows the line of the exception."""
     headers = (index for index in range(len(lines) - 1, -1, -1) if _HEADER_START in lines[index])
     if (start := next(headers, None)) is None:
-        return True  # an error without frames
+        has_frames = any(line.startswith(_AT) for line in lines)
+        return not has_frames or _last_text(lines).startswith(("\t", " "))
     head = lines[start].partition(_HEADER)[0] if _HEADER in lines[start] else ""
     group = _group_of(lines, start + 1) if head.endswith(("| ", _GROUP)) else None
     if group is not None:
@@ -243,6 +265,13 @@ def _read_end(lines: Sequence[str], index: int) -> str:
         return line[line.index("Fatal Python error: ") :]
     if match := re.match(r"\s*what\(\):\s*(.*\S)", line):
         return f"C++ exception: {match[1]}"
+    below = lines[index + 1 : index + 1 + _GO_LINES]
+    if below and below[0].startswith(_AT) and not line.startswith(_AT):
+        return re.sub(r'^(?:Caused by: |Exception in thread ".*?" )', "", line)
+    if line.startswith(_GO_PANIC) and any(one.startswith("goroutine ") for one in below):
+        return line
+    if " panicked at " in line and (match := re.search(r"panicked at \S+:\d+:\d+:$", line)):
+        return f"{match[0]} {_first_text(below)}"
     if match := re.match(r'(.*?)  File ".*", line \d+$', line):
         return _read_syntax_error(lines, index, match[1])
     return ""
@@ -327,7 +356,11 @@ def _first_of_group(lines: Sequence[str], start: int) -> str:
 
 
 def _first_text(lines: Sequence[str]) -> str:
-    return next((line.strip() for line in lines if any(map(str.isalnum, line))), "")
+    return next((line.strip() for line in lines if _has_text(line)), "")
+
+
+def _has_text(line: str) -> bool:
+    return any(map(str.isalnum, line))
 
 
 def _last_text(lines: Sequence[str]) -> str:

@@ -139,6 +139,89 @@ def test_other_texts(text: str, expected: str) -> None:
     assert reason_of("", plain_lines(text)) == expected
 
 
+RUST = (
+    "\nthread 'main' (4711) panicked at src/main.rs:3:5:\nno config\n"
+    "note: run with `RUST_BACKTRACE=1` environment variable to display a backtrace\n"
+)
+GO = (
+    "panic: no config\n\ngoroutine 1 [running]:\nmain.main()\n\t/x/main.go:3 +0x18\nexit status 2\n"
+)
+GO_NIL = (
+    "panic: runtime error: invalid memory address\n[signal SIGSEGV: segmentation violation]\n\n"
+    "goroutine 1 [running]:\nmain.main()\n\t/x/main.go:5 +0x4\n"
+)
+JAVA = (
+    'Exception in thread "main" java.lang.IllegalStateException: x\n\tat Main.main(Main.java:3)\n'
+)
+JAVA_CAUSE = (
+    f"{JAVA}Caused by: java.io.IOException: no config\n\tat Main.a(Main.java:9)\n\t... 1 more\n"
+)
+NODE = (
+    "/x/main.js:1\nthrow new Error('no config')\n^\n\nError: no config\n"
+    "    at Object.<anonymous> (/x/main.js:1:7)\n    at node:internal/main:23\n\nNode.js v20.1.0\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "expected"),
+    [
+        (RUST, 101, "panicked at src/main.rs:3:5: no config"),
+        (RUST, None, "panicked at src/main.rs:3:5: no config"),
+        (GO, 2, "panic: no config"),
+        (GO_NIL, 2, "panic: runtime error: invalid memory address"),
+        ("panic: at the disco\nthe last words\n", 2, "the last words"),
+        (JAVA, 1, "java.lang.IllegalStateException: x"),
+        (JAVA_CAUSE, 1, "java.io.IOException: no config"),
+        (JAVA_CAUSE, 3, "java.io.IOException: no config"),
+        (f"{JAVA}the last words\n", 3, "the last words"),
+        (NODE, 1, "Error: no config"),
+        ("meet\n    at noon\n", 1, "meet"),
+    ],
+)
+def test_exceptions_of_other_languages(text: str, code: int | None, expected: str) -> None:
+    lines = plain_lines(text)
+    assert reason_of("", lines, code=code, signal=None if code else 6) == expected
+    assert has_sign_of_lost_peer(f"{text}EPIPE".replace("no config", "EPIPE").encode())
+
+
+@pytest.mark.parametrize(
+    ("last", "is_reason"),
+    [
+        ("INFO:root:step 2, loss 0.31", False),
+        ("2026-01-02 03:04 INFO no errors, 0 failed", False),
+        ("step 2: 31%|███▏ | 31/100 [00:03<00:07, 9.9it/s]", False),
+        ("saving the checkpoint", False),
+        ("UserWarning: the backend cannot be imported", False),
+        ("free(): invalid pointer", True),
+        ("double free or corruption (fasttop)", True),
+        ("*** stack smashing detected ***: terminated", True),
+        ("a.out: a.c:3: main: Assertion `x == 1' failed.", True),
+        ("terminate called without an active exception", True),
+        ("run.sh: line 3: 4711 Killed ./solver", True),
+        ("ERROR:root:cannot read shard 3", True),
+        ("CUDA error: an illegal memory access was encountered", True),
+    ],
+)
+def test_the_last_line_of_a_process_that_a_signal_ended(last: str, is_reason: bool) -> None:
+    """It may be any line of a log; an exit code says that the program has chosen to end."""
+    for ended in ({"signal": 9}, {"signal": 6}, {"code": 137}):
+        assert reason_of("", ["first", last, ""], **ended) == (last if is_reason else "")
+    for chosen in (1, 3, 255):
+        assert reason_of("", ["first", last, ""], code=chosen) == last
+    assert (
+        reason_of("", ["Traceback (most recent call last):", " F", "E: y", last], signal=9)
+        == "E: y"
+    )
+    assert reason_of("E: recorded", [last], signal=9) == "E: recorded"
+
+
+def test_a_recorded_message_may_begin_with_an_empty_line() -> None:
+    numpy = "ImportError: \n\nIMPORTANT: PLEASE READ THIS\n\nOriginal error was: libx.so\n"
+    assert reason_of(numpy) == "ImportError: IMPORTANT: PLEASE READ THIS"
+    assert reason_of("ImportError:\n\n---\n") == "ImportError:"
+    assert reason_of("\n\nbad batch\nmore") == "bad batch"
+
+
 def test_a_message_counts_more_than_stderr() -> None:
     """It was recorded by the worker, or is known about it."""
     assert reason_of("ValueError: x\nmore", ["last words"]) == "ValueError: x"

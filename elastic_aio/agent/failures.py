@@ -214,7 +214,7 @@ def _explain(
     status: ExitStatus, message: str, stderr: Sequence[str], oom_kills: str = ""
 ) -> tuple[str, str]:
     """Return why a worker failed in one line, and the name of a known cause."""
-    reason = reason_of(message, stderr, code=status.code)
+    reason = reason_of(message, stderr, code=status.code, signal=status.signal)
     cause, is_proven = known_cause(
         reason,
         [*message.splitlines()[:_CAUSE_LINES], *stderr[-_CAUSE_LINES:]],
