@@ -21,7 +21,7 @@ from elastic_aio.outcome import (
 from elastic_aio.spec.restart import restarts_text
 from elastic_aio.status import Event as Event
 from elastic_aio.status import JobStatus, Level, StatusTracker, WorkerStatus
-from elastic_aio.text import counted
+from elastic_aio.text import counted, format_duration, one_line
 
 if TYPE_CHECKING:
     from elastic_aio.node_events import *  # noqa: F403  # all that it defines
@@ -519,6 +519,24 @@ class ConsoleLost(Event, frozen=True, kw_only=True):
     def _text(self) -> str:
         rest = counted(self.unshown, "byte") + " not shown, " if self.unshown else ""
         return f"{self.stream} accepts no more output ({self.why}); {rest}see the logs"
+
+
+class LostJobFound(Event, frozen=True, kw_only=True):
+    """Processes of another job of this user run on this host without a launcher (`pids`).
+
+    Launcher and guardian of the job were killed; `aio-elastic gc --host` ends the processes.
+    """
+
+    lost_run_id: str
+    pids: tuple[int, ...]
+    since: float
+    """Unix seconds: the start of the oldest of them."""
+
+    def _text(self) -> str:
+        count = counted(len(self.pids), "process", "processes")
+        run_id, ran = one_line(self.lost_run_id, 60), format_duration(self.time - self.since)
+        what = f"{count} of run {run_id}, whose launcher was killed, still run on this host"
+        return f"{what} (pid {_listed(self.pids)}; for {ran}); aio-elastic gc --host ends them"
 
 
 class LogDiskFull(Event, frozen=True, kw_only=True):

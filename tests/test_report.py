@@ -28,6 +28,7 @@ from elastic_aio import (
     LeftoversFound,
     LogDiskFull,
     LogsNotRemoved,
+    LostJobFound,
     MembershipChanged,
     MembershipPending,
     NodeJoined,
@@ -289,6 +290,9 @@ EVENTS: list[tuple[Event, int, str]] = [
     (GuardianRestarted(pid=9), WARNING, "guardian process exited, restarted as pid 9"),
     (GuardianLost(why="no process left"), WARNING,
      "guardian process exited, the job is unguarded: no process left"),
+    (LostJobFound(lost_run_id="old\n", pids=(8, 9), since=-90.0), WARNING,
+     "2 processes of run old, whose launcher was killed, still run on this host (pid 8, 9; for "
+     "1 m 30 s); aio-elastic gc --host ends them"),
     (ControlUnavailable(why="permission denied"), WARNING,
      "no control socket for this job: permission denied"),
     (LogsNotRemoved(why="stale file handle"), WARNING,

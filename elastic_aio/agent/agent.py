@@ -131,6 +131,7 @@ class Agent:
         nproc = resolve_nproc(self.spec)
         check_file_size(nproc)
         driver = self._driver = self._make_driver(nproc)
+        driver.finds_lost_jobs = self._has_control
         try:
             await driver.open()
         except BaseException:  # a cancellation too: no event follows

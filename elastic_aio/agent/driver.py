@@ -62,7 +62,7 @@ from elastic_aio.aio import (
     wait_shielded,
 )
 from elastic_aio.errors import HostError, SpawnError
-from elastic_aio.events import JobFinished, JobStarted, SignalForwarded
+from elastic_aio.events import JobFinished, JobStarted, LostJobFound, SignalForwarded
 from elastic_aio.outcome import (
     SIGTERM,
     AttemptResult,
@@ -86,6 +86,7 @@ if TYPE_CHECKING:
 
 _SHUTDOWN = "the event loop is shutting down"
 
+_QUIET_S = 1.0  # from the start of the workers to a look around
 _ATTEMPTS_MAX = 100  # of a result: a job may restart for months
 
 
@@ -134,7 +135,8 @@ class Driver:
 
     `Agent.wait` returns `result`, or raises `error`; `outcome` is how the job ended.  `group` has
     the workers of the present attempt.  `is_left`: the agent's block has been left; an agent that
-    was entered by hand may outlive its event loop.
+    was entered by hand may outlive its event loop.  `finds_lost_jobs`: the job reports those of
+    this host, soon after its workers have started.
     """
 
     def __init__(self, runtime: LocalRuntime, machine: AgentMachine, event_log: EventLog) -> None:
@@ -145,6 +147,7 @@ class Driver:
         self.error: BaseException | None = None
         self.group: Group | None = None
         self.is_left = False
+        self.finds_lost_jobs = False
         self._runtime = runtime
         self._machine = machine
         self._event_log = event_log
@@ -459,7 +462,24 @@ class Driver:
             )
         except HostError as error:
             return StartFailed(effect.attempt, str(error), False, 1, 0)
+        if self.finds_lost_jobs:
+            self.finds_lost_jobs = False
+            timer = asyncio.get_running_loop().call_later(_QUIET_S, self._find_lost_jobs)
+            self.done.add_done_callback(lambda _: timer.cancel())
         return GroupStarted(effect.attempt, self._runtime.clock.now())
+
+    def _find_lost_jobs(self) -> None:
+        from elastic_aio.process.lost_jobs import find_lost_jobs
+
+        async def report() -> None:
+            for job in await find_lost_jobs():
+                found = LostJobFound(lost_run_id=job.run_id, pids=job.pids, since=job.since)
+                if not self.done.done():
+                    self._event_log.append(found)
+
+        if not self.is_copy:
+            task = create_task(report(), name="find lost jobs")
+            self.done.add_done_callback(lambda _: task.cancel())
 
     async def _stop_group(self, effect: StopGroup) -> Input:
         group = self._current_group

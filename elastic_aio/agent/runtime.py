@@ -71,6 +71,7 @@ from elastic_aio.events import (
 from elastic_aio.logs.console import ConsoleTarget
 from elastic_aio.process.adopted import subreaper
 from elastic_aio.process.children import Child, ChildSpec, Spawner
+from elastic_aio.process.descendants import marker_value
 from elastic_aio.process.descriptors import StandardStreams, limit, with_descriptor_limit
 from elastic_aio.process.guardian import Guardian
 from elastic_aio.process.guardian_process import GuardedJob, take_early
@@ -207,7 +208,7 @@ class LocalRuntime:
         self.liveness.open()
         if self._adopts_orphans:
             self._tree.orphans.adopt()
-        env = worker_env(self.spec, self.nproc, {job.marker: "1"})
+        env = worker_env(self.spec, self.nproc, {job.marker: marker_value()})
         streams = (self._streams.null, self._streams.inherited(1), self._streams.inherited(2))
         try:
             await self.entrypoint.start(env, streams, self._tree.exclude)
@@ -370,7 +371,7 @@ class LocalRuntime:
         error_file = logs.error_file
         overrides = self.entrypoint.overrides
         if overrides is not None:
-            own = {ERROR_FILE: error_file, self.tree.marker: "1"}
+            own = {ERROR_FILE: error_file, self.tree.marker: marker_value()}
             inherited = {name: value for name, value in os.environ.items() if name != NOTIFY_FD}
             return {**inherited, **self.spec.env, **overrides.envs[ranks.local_rank], **own}
         context = WorkerContext(
@@ -401,7 +402,8 @@ class LocalRuntime:
 
     def _make_common_env(self, nproc: int) -> dict[str, str]:
         """Return the variables that all workers of an attempt have; `nproc` is their number."""
-        own = {self.tree.marker: "1", TASK: task_of({**os.environ, **self.spec.env})}
+        task = task_of({**os.environ, **self.spec.env})
+        own = {self.tree.marker: marker_value(), TASK: task}
         if self.change_file:
             own[PENDING_CHANGE] = self.change_file
         if self.liveness.timer_file:

@@ -6,6 +6,7 @@
                      [--rdzv-conf KEY=VALUE,...] [--token-file FILE] [--tls-ca FILE]
                      [--json] [--timeout SECONDS]
     aio-elastic gc   [the same] [--older-than SECONDS] [--lost] [--dry-run]
+    aio-elastic gc   --host [--shutdown-timeout SECONDS] [--json] [--dry-run]
 """
 
 from __future__ import annotations
@@ -19,20 +20,28 @@ from typing import Final
 
 import msgspec
 
+from elastic_aio.aio import PausableClock
 from elastic_aio.cli.local_jobs import JobError, command
 from elastic_aio.cli.parser import OptionParser, add_timeout_option
 from elastic_aio.cli.run_options import as_option_error
 from elastic_aio.cli.status_text import local_time, table
 from elastic_aio.cli.store_options import add_store_options, store_spec
+from elastic_aio.control.client import find_jobs
 from elastic_aio.errors import HostError, SpecError, StoreError
 from elastic_aio.launcher import run_coroutine
+from elastic_aio.process.lost_jobs import LostScanner
+from elastic_aio.process.proc import is_foreign
+from elastic_aio.process.tree import ProcessTree
 from elastic_aio.rendezvous.job_list import JobList, ListedJob
 from elastic_aio.spec.checks import UsageError, parse_seconds
-from elastic_aio.text import counted, one_line
+from elastic_aio.spec.stop import DEFAULT_GRACE, StopPlan
+from elastic_aio.text import counted, jsonable, one_line
 
 _OLDER_THAN: Final = 600.0
 """Seconds for which a job's end is kept by default: a node that comes late finds it."""
 
+_OF_HOST: Final = ("host", "shutdown_timeout", "json", "dry_run")
+"""The options of `aio-elastic gc --host`."""
 _EXIT_CODES: Final = "Exit codes: 0 success, 1 no store answers, 2 invalid arguments."
 
 
@@ -51,10 +60,26 @@ def main_jobs(argv: Sequence[str]) -> int:
 
 @command("gc")
 def main_gc(argv: Sequence[str]) -> int:
-    """Run `aio-elastic gc`; return the exit code, as for `main_jobs`."""
+    """Run `aio-elastic gc`; return the exit code, as for `main_jobs`.
+
+    With `--host`, 1: processes are left, or none can be found.
+    """
+    parser = _gc_parser()
     with store_errors():
-        arguments = _gc_parser().parse_args(argv)
-        run_coroutine(lambda: _collect(arguments))
+        arguments = parser.parse_args(argv)
+        if not arguments.host:
+            if arguments.shutdown_timeout != DEFAULT_GRACE:
+                raise UsageError("--shutdown-timeout: needs --host")
+            run_coroutine(lambda: _collect(arguments))
+            return 0
+        others = {**vars(arguments), **dict.fromkeys(_OF_HOST)}.items()
+        defaults = {**vars(parser.parse_args([])), **dict.fromkeys(_OF_HOST)}
+        if given := [name for name, value in others if value != defaults[name]]:
+            option = f"--{given[0].replace('_', '-')}"
+            raise UsageError(f"--host: asks no store, and so has no {option}")
+        run_coroutine(lambda: _end_lost_jobs(arguments))
+    if not arguments.dry_run:
+        find_jobs()  # removes the sockets of launchers that were killed
     return 0
 
 
@@ -108,6 +133,19 @@ def _gc_parser() -> OptionParser:
     parser.add_argument(
         "--dry-run", action="store_true", help="only print what would be removed (default: remove)"
     )
+    parser.add_argument(
+        "--host",
+        action="store_true",
+        help="ask no store: end the processes of this user on this host whose launcher was killed,"
+        " and remove what it has left (default: remove keys from a store)",
+    )
+    parser.add_argument(
+        "--shutdown-timeout",
+        type=lambda text: parse_seconds("--shutdown-timeout", text),
+        default=DEFAULT_GRACE,
+        metavar="SECONDS",
+        help=f"with --host: seconds from SIGTERM to SIGKILL (default {DEFAULT_GRACE:g})",
+    )
     return parser
 
 
@@ -158,6 +196,35 @@ async def _collect(arguments: argparse.Namespace) -> None:
             jobs_kept = counted(recent, "job")
             kept.append(f"{jobs_kept} of the last {arguments.older_than:g} s (--older-than)")
         print("nothing to remove" + (f"; kept: {', '.join(kept)}" if kept else ""), flush=True)
+
+
+async def _end_lost_jobs(arguments: argparse.Namespace) -> None:
+    if is_foreign():
+        raise JobError("--host: /proc shows another pid namespace than that of this process")
+    scanner = LostScanner()
+    tree = ProcessTree("", PausableClock(), -1, scanner=scanner)
+    try:
+        if await tree.descendants() is None:
+            raise JobError("--host: /proc cannot be read")
+        jobs, plan = scanner.jobs, StopPlan.within(arguments.shutdown_timeout)
+        left = [] if arguments.dry_run else await tree.stop(plan, lambda *_: None)
+    finally:
+        await tree.aclose()
+    if not arguments.dry_run:
+        scanner.remove_files()
+    if not jobs and not arguments.json:
+        print("nothing to remove", flush=True)
+    for job in jobs:
+        if arguments.json:
+            print(msgspec.json.encode(jsonable(msgspec.to_builtins(job))).decode(), flush=True)
+            continue
+        count = counted(len(job.pids), "process", "processes")
+        verb, age = "would end" if arguments.dry_run else "ended", _age(time.time() - job.since)
+        pids = ", ".join(map(str, job.pids))
+        print(f"{verb} {_shown(job.run_id)}: {count} (pid {pids}), begun {age} ago", flush=True)
+    if left:
+        pids = ", ".join(f"{one.pid} ({one.state})" for one in left)
+        raise JobError(f"--host: SIGKILL has not ended pid {pids}")
 
 
 def _table(jobs: Iterable[ListedJob], now: float) -> list[str]:

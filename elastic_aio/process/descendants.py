@@ -49,6 +49,18 @@ _LOOKS = 100
 _PAUSE_S = 0.002
 
 
+def marker_value() -> str:
+    """Return the value of the marker of a job whose launcher is this process."""
+    return f"{os.getpid()}@{proc.pid_namespace()}"
+
+
+def launcher_of(value: str) -> int | None:
+    """Return the pid of the launcher that the value of a marker names; None if it is unknown."""
+    pid, _, namespace = value.partition("@")
+    is_pid = pid.isdecimal() and len(pid) < 10  # any process may write a variable
+    return int(pid) if is_pid and namespace and namespace == proc.pid_namespace() else None
+
+
 class WorkerSession:
     """A worker's session: its number is the worker's pid, and `opened` when that has started.
 
@@ -344,20 +356,20 @@ def _has_marker(process: proc.ProcEntry, marker: bytes) -> bool | None:
     """Return whether the environment holds the marker; None: an exec hides it."""
     if process.flags & proc.PF_KTHREAD:
         return False
-    environment = _environment(process)
+    environment = environment_of(process)
     if environment == b"" and not process.flags & proc.PF_EXITING:
         # For about a millisecond of an exec neither the environment nor the arguments can
         # be read; a process that really has no environment still has arguments.
         may_be_in_exec = proc.read(process.pid, "cmdline") == b""
         # Once more: the exec may have ended between the two reads.
-        environment = _environment(process)
+        environment = environment_of(process)
         if may_be_in_exec and environment == b"":
             return None
     return b"\0" + marker + b"=" in b"\0" + (environment or b"")
 
 
-def _environment(process: proc.ProcEntry) -> bytes | None:
-    """Return the environment; None: gone, or another user's; session and parent decide."""
+def environment_of(process: proc.ProcEntry) -> bytes | None:
+    """Return an environment; None: gone, or another user's; session and parent decide."""
     if not process.flags & proc.PF_EXITING:
         return proc.read(process.pid, "environ")
     # The main thread has ended, and has no memory any more; others may run.

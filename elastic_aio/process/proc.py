@@ -43,6 +43,10 @@ def ticks_now() -> int:
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // (1_000_000_000 // _TICKS_PER_SECOND)
 
 
+def seconds_since(ticks: int) -> float:
+    return (ticks_now() - ticks) / _TICKS_PER_SECOND
+
+
 def read(pid: int, name: str) -> bytes | None:
     """Return the content of a file of a process; None if it cannot be read."""
     try:
@@ -98,6 +102,14 @@ def is_foreign() -> bool:
         return own_pid() != os.getpid()
     except OSError:
         return False
+
+
+def pid_namespace() -> str:
+    """Return what identifies the pid namespace of this process; "" if it cannot be read."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 def own_descriptors() -> list[int]:

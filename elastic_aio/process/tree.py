@@ -93,15 +93,22 @@ class ProcessTree:
     """The leaders of one job on this host and all their descendants."""
 
     def __init__(
-        self, marker: str, clock: PausableClock, session_list: int, *, since: int | None = None
+        self,
+        marker: str,
+        clock: PausableClock,
+        session_list: int,
+        *,
+        since: int | None = None,
+        scanner: Scanner | None = None,
     ) -> None:
         """Start empty.
 
         Args:
             marker: name of a variable in the environment of every worker.
             clock: measures the grace periods.
-            session_list: a descriptor; the caller closes it, after `aclose`.
+            session_list: a descriptor; the caller closes it, after `aclose`.  -1: none.
             since: clock ticks since boot at which the job began; None: now.
+            scanner: finds the processes; None: by `marker` and `since`.
         """
         self._marker = marker.encode("ascii")
         # One tick earlier: processes of the present tick may be older or newer.
@@ -121,7 +128,8 @@ class ProcessTree:
         self._keep_descriptors()
         self.orphans = Orphans()
         sessions = self._listed.sessions
-        self._scanner = Scanner(self._marker, self._since, sessions, self.orphans.adopters)
+        adopters = self.orphans.adopters
+        self._scanner = scanner or Scanner(self._marker, self._since, sessions, adopters)
         self._begun: tuple[StopStep, _Watches] | None = None  # see `begin_stop`
         self._must_kill: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
