@@ -26,7 +26,7 @@ _FOREIGN_MAX = 20
 _TRIED_MAX = 50
 
 # Frames of Java and JavaScript; the first words of Go, and the lines in which its frames begin.
-_AT = ("\tat ", "    at ")
+_AT = ("\tat ", "\t... ", "    at ")
 _GO_PANIC = ("panic: ", "fatal error: ")
 _GO_LINES = 4
 
@@ -85,13 +85,15 @@ _LOST_PEER_SIGNS: Final = (
 )
 # Signs of an exception, see `_read_end`.  A text without them says why in its last line.
 _EXCEPTION_SIGNS: Final = tuple(
-    b"Traceback|Fatal|what()|File| panicked at |goroutine |\tat |    at ".split(b"|")
+    b"Traceback|Fatal|what()|File| panicked at |goroutine |\tat |\t... |    at |--help".split(b"|")
 )
 # What a process may write about the signal that ends it: a program logs other lines until then.
 _ERROR_LINE: Final = (
-    r"(?i)(?!.*(?:\b(?:info|debug)\b|warning)).*(?:error|fatal|panic|abort|assert|terminat|kill|corrupt|invalid"
-    r"|fault|fail|exception|overflow|exceed|smash|cannot|can't|denied|no such|not found|out of)"
+    r"(?i)(?!.*(?:\b(?:info|debug)\b|warning)).*(?:error|fatal|panic|abort|assert|terminat|kill"
+    r"|corrupt|invalid|fault|fail|alloc\(\):|free\(\):|exception|overflow|exceed|smash|cannot|can't"
+    r"|denied|no such|not found|out of)"
 )
+_HINT: Final = r"(?i)(?:try|see) .*--help\b"  # by programs of getopt(3), after the error
 # Lines in which the last one with a text is looked for: others have escape sequences only.
 _LAST_LINES: Final = 20
 _KNOWN_CODES: Final = {
@@ -364,5 +366,9 @@ def _has_text(line: str) -> bool:
 
 
 def _last_text(lines: Sequence[str]) -> str:
-    """Return the last line with more than white space and control characters."""
-    return next((line for line in reversed(lines) if one_line(line)), "")
+    """Return the last line with more than white space, control characters, and a hint."""
+    texts = (line for line in reversed(lines) if one_line(line))
+    last = next(texts, "")
+    if "--help" not in last or not re.match(_HINT, last):
+        return last  # without a pattern to compile
+    return next((line for line in texts if not re.match(r"(?i)usage: ", line)), last)

@@ -118,6 +118,13 @@ def test_what_has_no_traceback(name: str, tmp_path: Path) -> None:
         ("\n \n", ""),
         ("a\nlast words\n\n", "last words"),
         ("10%\r 90%\r100%\n", "100%"),
+        (
+            "grep: unrecognized option '--nope'\nUsage: grep [OPTION]... PATTERNS\n"
+            "Try 'grep --help' for more information.\n",
+            "grep: unrecognized option '--nope'",
+        ),
+        ("Try 'x --help' for help.\n\nError: No such option\n", "Error: No such option"),
+        ("Usage: x\nTry 'x --help' for more.\n", "Try 'x --help' for more."),
         ("\x1b[31mred\x1b[0m \x1b]0;title\x07end", "red end"),
         ("terminate called after throwing\n  what():  bad fit\nAborted", "C++ exception: bad fit"),
         (
@@ -156,6 +163,7 @@ JAVA = (
 JAVA_CAUSE = (
     f"{JAVA}Caused by: java.io.IOException: no config\n\tat Main.a(Main.java:9)\n\t... 1 more\n"
 )
+JAVA_ELIDED = f"{JAVA}Caused by: java.io.IOException: no config\n\t... 1 more\n"
 NODE = (
     "/x/main.js:1\nthrow new Error('no config')\n^\n\nError: no config\n"
     "    at Object.<anonymous> (/x/main.js:1:7)\n    at node:internal/main:23\n\nNode.js v20.1.0\n"
@@ -176,6 +184,7 @@ NODE = (
         (f"{JAVA}the last words\n", 3, "the last words"),
         (NODE, 1, "Error: no config"),
         ("meet\n    at noon\n", 1, "meet"),
+        (JAVA_ELIDED, 1, "java.io.IOException: no config"),
     ],
 )
 def test_exceptions_of_other_languages(text: str, code: int | None, expected: str) -> None:
@@ -193,6 +202,8 @@ def test_exceptions_of_other_languages(text: str, code: int | None, expected: st
         ("saving the checkpoint", False),
         ("UserWarning: the backend cannot be imported", False),
         ("free(): invalid pointer", True),
+        ("free(): double free detected in tcache 2", True),
+        ("malloc(): unaligned tcache chunk detected", True),
         ("double free or corruption (fasttop)", True),
         ("*** stack smashing detected ***: terminated", True),
         ("a.out: a.c:3: main: Assertion `x == 1' failed.", True),
