@@ -82,6 +82,7 @@ class LostScanner(Scanner):
             )
             for run_id, entries in runs.items()
         ]
+        self.jobs.sort(key=lambda job: job.since)
         self._found = {processes[pid].identity for pid in found}
         return [processes[pid] for pid in found if pid in former]
 
@@ -131,7 +132,10 @@ def _find_lost(
             live_names.add(name)
             live.add(launcher or 0)
     lost = {pid for pid, markers in marked.items() if not markers.keys() & live_names}
-    orphans = {pid for pid in lost if _is_adopter(processes[pid].parent)} | {*former}
+    orphans = {pid for pid in lost if _is_adopter(processes[pid].parent)}
+    # systemd.exec(5): a service, whose manager has imported the environment of a worker.
+    orphans -= {pid for pid in lost if b"\0SYSTEMD_EXEC_PID=%d\0" % pid in environments[pid]}
+    orphans |= former
     if not orphans:
         return {}
     live |= marked.keys() - lost

@@ -74,14 +74,17 @@ def collect(*words: str) -> Ended:
     return run_program([*CLI, "gc", "--host", *words])
 
 
-def orphan(env: Mapping[str, str], *, uid: int = 0, parent_lives: bool = False) -> int:
+def orphan(
+    env: Mapping[str, str], *, uid: int = 0, parent_lives: bool = False, is_service: bool = False
+) -> int:
     """Start a process with this environment whose parent has ended, and return its pid."""
     read, write = os.pipe()
     if (first := os.fork()) == 0:
         if (second := os.fork()) == 0:
             os.setsid()
             os.setuid(uid)
-            os.execve("/bin/sleep", ["sleep", "99"], dict(env))
+            own = {"SYSTEMD_EXEC_PID": str(os.getpid())} if is_service else {}
+            os.execve("/bin/sleep", ["sleep", "99"], {**own, **env})
         os.write(write, b"%d\n" % second)
         if parent_lives:
             time.sleep(99)
@@ -216,14 +219,37 @@ def other_namespaces_are_spared() -> None:
 
 
 def a_process_counts_by_its_parent_and_user() -> None:
-    """A scheduler hands its clients' environment to what it starts."""
+    """A scheduler hands its clients' environment to what it starts, and systemd may."""
     scheduled = orphan(marked(), parent_lives=True)
     strange = orphan(marked(), uid=65534)
+    service = orphan(marked(), is_service=True)
     nothing_is_found()
-    assert [runs(scheduled), runs(strange)] == [True, True]
-    lost = orphan(marked())
-    assert collect("--shutdown-timeout", "9").out.startswith("ended crafted: 1 process ")
-    assert [runs(scheduled), runs(strange), runs(lost)] == [True, True, False]
+    assert all(map(runs, (scheduled, strange, service)))
+    # Of a launcher that was a service.
+    lost = orphan({**marked(), "SYSTEMD_EXEC_PID": str(gone_pid())})
+    os.kill(lost, signal.SIGSTOP)
+    assert collect().out.startswith("ended crafted: 1 process ")
+    assert all(map(runs, (scheduled, strange, service)))
+    assert not runs(lost)
+
+
+def what_the_command_runs_in_is_spared() -> None:
+    """It may be typed in a shell that a lost job has left, beside others of its workers."""
+    job = start("shell", f"(setsid sleep 99 & echo $! > $NOTES/beside); {TYPING}")
+    lose(job)
+    (NOTES / "now").touch()
+    until_sync((NOTES / "done").exists)
+    assert (NOTES / "printed").read_text().startswith("ended shell: 1 process ")
+    assert not runs(pid_of("beside"))
+    assert runs(pid_of("shell.worker"))
+
+
+TYPING = f"""
+echo $$ > $NOTES/shell.worker
+until [ -e $NOTES/now ]; do sleep 0.01; done
+{sys.executable} -m elastic_aio gc --host 2>&1 | cat > $NOTES/printed
+touch $NOTES/done; sleep 99
+"""
 
 
 def a_pid_that_is_used_again_is_no_launcher() -> None:
@@ -264,6 +290,7 @@ SCENARIOS: Sequence[Callable[[], None]] = (
     a_live_job_in_a_lost_job_is_spared,
     other_namespaces_are_spared,
     a_process_counts_by_its_parent_and_user,
+    what_the_command_runs_in_is_spared,
     a_pid_that_is_used_again_is_no_launcher,
     the_next_launcher_names_it,
 )
