@@ -64,7 +64,7 @@ class LostScanner(Scanner):
             environment = environment_of(process) or b""
             if b"\0ELASTIC_AIO_GUARDIAN=" in environment:
                 guardians[process.pid] = proc.read(process.pid, "cmdline") or b""
-            elif re.search(_NAME + b"=", environment) and _is_own(process.pid):
+            elif re.search(_NAME + b"=", environment):
                 environments[process.pid] = b"\0" + environment
         # What has lost its parents in the stop, and its environment before.
         former = {one.pid for one in processes.values() if one.identity in self._found}

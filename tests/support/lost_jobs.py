@@ -22,12 +22,13 @@ from tests.support.cli import CLI, Ended, run_program
 
 NOTES = Path(os.environ.get("NOTES", "/nonexistent"))
 MARKER = "ELASTIC_AIO_JOB_" + "ab" * 16
-# A worker that writes its pid, and `saved` at SIGTERM; with a daemon, and a child that has neither
-# its session nor its environment.
+# A worker that writes its pid, and its rank at SIGTERM; with a daemon, a child that has neither its
+# session nor its environment, and one that has lost its parent and its environment.
 WORKER = """
 setsid bash -c 'echo $$ > $NOTES/$NAME.daemon; exec sleep 99' &
 setsid env -i NOTES=$NOTES NAME=$NAME bash -c 'echo $$ > $NOTES/$NAME.bare; exec sleep 99' &
-until [ -s $NOTES/$NAME.daemon ] && [ -s $NOTES/$NAME.bare ]; do sleep 0.01; done
+(env -i NOTES=$NOTES NAME=$NAME bash -c 'echo $$ > $NOTES/$NAME.session; exec sleep 99' &)
+for kind in daemon bare session; do until [ -s $NOTES/$NAME.$kind ]; do sleep 0.01; done; done
 trap 'echo $RANK >> $NOTES/$NAME.saved; exit' TERM
 echo $$ > $NOTES/$NAME.worker; sleep 99 & wait
 """
@@ -128,7 +129,7 @@ def all_of_it_ends() -> None:
     env = {"TMPDIR": str(temporary), "TORCHELASTIC_ENABLE_FILE_TIMER": "1"}
     lose(start("first", **env))
     lose(start("second", end="\n\x1b[31m", **env))
-    kinds = ("worker", "daemon", "bare")
+    kinds = ("worker", "daemon", "bare", "session")
     pids = {pid_of(f"{name}.{kind}") for name in ("first", "second") for kind in kinds}
     assert len(list(temporary.iterdir())) == 4  # two directories, two pipes
     would = collect("--dry-run", "--json")
@@ -139,8 +140,8 @@ def all_of_it_ends() -> None:
     ended = collect()
     assert (ended.code, ended.err) == (0, "")
     first, second = ended.out.splitlines()
-    assert re.fullmatch(r"ended first: 4 processes \(pid [\d, ]+\), begun \d+ seconds? ago", first)
-    assert second.startswith("ended second [31m: 4 processes")
+    assert re.fullmatch(r"ended first: 5 processes \(pid [\d, ]+\), begun \d+ seconds? ago", first)
+    assert second.startswith("ended second [31m: 5 processes")
     assert not any(map(runs, pids))
     assert (NOTES / "first.saved").exists()
     assert not [*temporary.iterdir(), *sockets.iterdir()]
@@ -149,7 +150,9 @@ def all_of_it_ends() -> None:
 
 def a_process_that_ignores_the_signal_is_killed() -> None:
     ignoring = "trap '' TERM; echo $$ > $NOTES/$NAME.worker; while :; do sleep 99; done"
-    lose(start("deaf", ignoring))
+    launcher = start("deaf", ignoring)
+    launcher.send_signal(signal.SIGSTOP)
+    lose_by_pid(launcher.pid)  # which stays a zombie
     assert collect("--shutdown-timeout", "0.2").out.startswith("ended deaf: 2 processes")
     assert not runs(pid_of("deaf.worker"))
 
