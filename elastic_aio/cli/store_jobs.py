@@ -72,11 +72,10 @@ def main_gc(argv: Sequence[str]) -> int:
                 raise UsageError("--shutdown-timeout: needs --host")
             run_coroutine(lambda: _collect(arguments))
             return 0
-        others = {**vars(arguments), **dict.fromkeys(_OF_HOST)}.items()
-        defaults = {**vars(parser.parse_args([])), **dict.fromkeys(_OF_HOST)}
-        if given := [name for name, value in others if value != defaults[name]]:
-            option = f"--{given[0].replace('_', '-')}"
-            raise UsageError(f"--host: asks no store, and so has no {option}")
+        given = vars(arguments).items()
+        if any(value != parser.get_default(name) for name, value in given if name not in _OF_HOST):
+            problem = "asks no store: only --json, --dry-run and --shutdown-timeout may follow"
+            raise UsageError(f"--host: {problem}")
         run_coroutine(lambda: _end_lost_jobs(arguments))
     if not arguments.dry_run:
         find_jobs()  # removes the sockets of launchers that were killed
@@ -212,16 +211,16 @@ async def _end_lost_jobs(arguments: argparse.Namespace) -> None:
         await tree.aclose()
     if not arguments.dry_run:
         scanner.remove_files()
+    verb = "would end" if arguments.dry_run else "ended"
+    for job in jobs:
+        count = counted(len(job.pids), "process", "processes")
+        pids, age = ", ".join(map(str, job.pids)), _age(time.time() - job.since)
+        line = f"{verb} {_shown(job.run_id)}: {count} (pid {pids}), begun {age} ago"
+        if arguments.json:
+            line = msgspec.json.encode(jsonable(msgspec.to_builtins(job))).decode()
+        print(line, flush=True)
     if not jobs and not arguments.json:
         print("nothing to remove", flush=True)
-    for job in jobs:
-        if arguments.json:
-            print(msgspec.json.encode(jsonable(msgspec.to_builtins(job))).decode(), flush=True)
-            continue
-        count = counted(len(job.pids), "process", "processes")
-        verb, age = "would end" if arguments.dry_run else "ended", _age(time.time() - job.since)
-        pids = ", ".join(map(str, job.pids))
-        print(f"{verb} {_shown(job.run_id)}: {count} (pid {pids}), begun {age} ago", flush=True)
     if left:
         pids = ", ".join(f"{one.pid} ({one.state})" for one in left)
         raise JobError(f"--host: SIGKILL has not ended pid {pids}")

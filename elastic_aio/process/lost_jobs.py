@@ -29,6 +29,7 @@ from elastic_aio.process.descendants import Scanner, environment_of, launcher_of
 from elastic_aio.worker.context import ERROR_FILE, RUN_ID, TIMER_FILE
 
 _NAME: Final = rb"ELASTIC_AIO_JOB_[0-9a-f]{32}"
+_TEMPORARY: Final = r"/elastic_aio_[^/]*[0-9a-f]{8}(?:/attempt_\d+(?:/\d+)?)?\Z"
 _SLICE_S: Final = 0.002
 
 
@@ -92,7 +93,7 @@ class LostScanner(Scanner):
             with suppress(OSError):
                 if "/watchdog_timer_" in path and stat.S_ISFIFO(os.lstat(path).st_mode):
                     os.unlink(path)
-            while "/elastic_aio_" in (path := os.path.dirname(path)):
+            while re.search(_TEMPORARY, path := os.path.dirname(path)):
                 with suppress(OSError):  # it has logs
                     os.rmdir(path)
 

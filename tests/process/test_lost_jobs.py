@@ -32,12 +32,9 @@ def test_lost_jobs(scenario: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--host", "--lost"], "--host: asks no store, and so has no --lost"),
-        (["--host", "--older-than", "9"], "--host: asks no store, and so has no --older-than"),
-        (
-            ["--host", "--rdzv-endpoint", "a:1"],
-            "--host: asks no store, and so has no --rdzv-endpoint",
-        ),
+        (["--host", "--lost"], "--host: asks no store: only --json"),
+        (["--host", "--older-than", "9"], "--host: asks no store: only --json"),
+        (["--host", "--rdzv-endpoint", "a:1"], "--host: asks no store: only --json"),
         (["--shutdown-timeout", "9"], "--shutdown-timeout: needs --host"),
         (["--host", "--shutdown-timeout", "x"], "--shutdown-timeout: must be a number of seconds"),
     ],
