@@ -36,8 +36,10 @@ for name, text in texts.items():
     sys.modules[name] = module = type(sys)(name)
     exec(compile(text, name + ".py", "exec"), vars(module) if name != "guardian_main" else None)
 """
-_FILES = ("proc", "descendants", "stop_order", "guardian_main")
+_NAMES = ("proc", "descendants", "stop_order", "guardian_main")
+_FILES = {name: os.path.join(os.path.dirname(_MAIN), f"{name}.py") for name in _NAMES}
 _program = b""
+_kept: list[tuple[int, int]] = []
 # Set in the guardian's environment, so that an application that runs itself notices.
 _VARIABLE = "ELASTIC_AIO_GUARDIAN"
 # Descriptors of one message (SCM_MAX_FD in the kernel), of which some are left free.
@@ -204,20 +206,27 @@ def _interpreter(fallback: str | None) -> str:
 
 def keep_program() -> None:
     """Keep the files of the guardian in memory: they may be replaced while a job runs."""
-    global _program
+    global _program, _kept
     if _program:
         return
     texts = {}
     with suppress(OSError):  # of an archive, or no descriptor is left
-        for name in _FILES:
-            with open(os.path.join(os.path.dirname(_MAIN), f"{name}.py"), encoding="utf-8") as file:
+        for name, path in _FILES.items():
+            with open(path, encoding="utf-8") as file:
                 texts[name] = file.read()
-        _program = repr((_MAIN, texts)).encode()
+        _program, _kept = repr((_MAIN, texts)).encode(), _versions()
+
+
+def _versions() -> list[tuple[int, int]]:
+    """Return what identifies the present files; nothing if they are gone."""
+    with suppress(OSError):
+        return [(found.st_ino, found.st_mtime_ns) for found in map(os.stat, _FILES.values())]
+    return []
 
 
 def _open_program(resources: ExitStack) -> tuple[str, ...]:
-    """Return the arguments of an interpreter: the file, or what runs the kept program."""
-    if not _program:
+    """Return the arguments of an interpreter: the file, or if it was replaced, the program."""
+    if not _program or _versions() == _kept:
         return (_MAIN,)
     descriptor = os.memfd_create("elastic_aio-guardian-program", os.MFD_CLOEXEC)
     resources.callback(os.close, descriptor)
