@@ -44,7 +44,6 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import asdict
 
 from elastic_aio.agent.entrypoint import Entrypoint, PerRankOverrides
-from elastic_aio.agent.later import load_later_modules
 from elastic_aio.agent.liveness import Liveness
 from elastic_aio.agent.logs import JobOutput
 from elastic_aio.agent.preflight import device_env, startup_env, worker_cpus, worker_env
@@ -216,6 +215,8 @@ class LocalRuntime:
             raise HostError(f"cannot start the server that forks: {error}") from error
         await self._guardian.wait_ready()
         if self.spec.nnodes.maximum > 1:  # its workers may start much later
+            from elastic_aio.agent.later import load_later_modules  # a start does without
+
             self._loading = create_task(load_later_modules(), name="load what may follow")
 
     def _keep_pipes(self, descriptors: list[int]) -> None:

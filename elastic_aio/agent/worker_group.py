@@ -17,7 +17,6 @@ from elastic_aio.agent.failures import (
     is_lost_peer_now,
     reason_now,
 )
-from elastic_aio.agent.later import load_later_modules
 from elastic_aio.agent.machine import StopReceived
 from elastic_aio.agent.preflight import check_runnable
 from elastic_aio.agent.runtime import LocalRuntime
@@ -176,6 +175,8 @@ class WorkerGroup:
             compile_patterns()
             peek_usage(-1)
             await self._tree.descendants()  # which notes the processes that are older than the job
+        from elastic_aio.agent.later import load_later_modules  # a start does without
+
         await load_later_modules()
 
     def _on_started(self, ranks: WorkerRanks, logs: WorkerLogs, child: Child) -> None:

@@ -18,6 +18,7 @@ from tests.test_structure import late_imports
 
 # Modules that a job loads before its workers run, or not at all: a reason for each.
 BEFORE = {
+    "agent.later": "it has the list, and is loaded half a second earlier",
     "agent.multi_node_driver": "a job of several nodes begins with it",
     "control.server": "it listens before the workers run",
     "discovery.engine": "the rendezvous of an engine begins with it",
