@@ -61,7 +61,7 @@ ANSWER_S: Final = 10.0
 _DUMP_S: Final = 60.0
 _PATIENCE_S: Final = 2.0
 _LINE_MAX: Final = 64 << 20
-_CHUNK: Final = 1 << 18
+_CHUNK: Final = 1 << 16
 
 R = TypeVar("R", bound=Struct)
 T = TypeVar("T")
@@ -140,6 +140,7 @@ class Channel:
         """Connect at once, or raise an OSError; BlockingIOError: too many clients wait for it."""
         self._wait = wait
         self._received = bytearray()
+        self._yields = False  # a first reply may be there although the time is over
         with ExitStack() as undo:  # Ctrl-C too: no descriptor stays open
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
             undo.enter_context(self._socket)
@@ -208,15 +209,17 @@ class Channel:
     async def _read(self, deadline: float | None) -> bytes:
         """Return what has arrived; nothing at the end of the connection, or of the agent."""
         watched = [number for number in (self._socket.fileno(), self._agent) if number >= 0]
-        is_gone = False
+        is_gone, waits = False, self._yields
         while True:
+            if waits:
+                await self._wait(watched, None if deadline is None else deadline - time.monotonic())
+                is_gone = has_ended(self._agent)
+            self._yields = waits = True  # so that a long answer does not block the event loop
             try:
                 return self._socket.recv(_CHUNK)
             except BlockingIOError:
                 if is_gone:
                     return b""
-            await self._wait(watched, None if deadline is None else deadline - time.monotonic())
-            is_gone = has_ended(self._agent)
 
     async def kill_agent(self, timeout: float) -> bool:
         """Kill the agent's process, and wait for the end of its children, the guardian too.

@@ -11,16 +11,29 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from msgspec import Raw
 
-from elastic_aio import Agent, JobFinished, JobStarted, LaunchSpec, WorkerStarted
+from elastic_aio import (
+    Agent,
+    JobFinished,
+    JobStarted,
+    LaunchSpec,
+    SignalForwarded,
+    WorkerStarted,
+    event_to_json,
+)
 from elastic_aio.control import (
     AgentUnreachable,
     ControlError,
+    DoneReply,
     EndReply,
+    JobClient,
     JobNotFound,
+    RunningJob,
     connect,
     list_jobs,
 )
+from elastic_aio.control.protocol import AcceptedReply, EventReply, encode
 from elastic_aio.outcome import JobState
 from tests.support.children import DEADLINE_S, SLEEPER, until, until_ready
 from tests.support.cli import running_cli
@@ -28,6 +41,9 @@ from tests.support.control import own_control_dir, sockets
 from tests.support.leaks import leaked_processes
 
 pytestmark = pytest.mark.both_loops
+
+COUNT = 20_000
+"""Events of a long answer."""
 
 
 @pytest.fixture(autouse=True)
@@ -150,6 +166,38 @@ async def test_an_agent_that_does_not_answer_is_given_up(silent: str) -> None:
                 await request
         with pytest.raises(TimeoutError, match="the job has not ended"):
             await client.wait(0.01)
+
+
+async def test_a_long_answer_does_not_block_the_event_loop(directory: Path) -> None:
+    """Other tasks have their turns while megabytes of events are read."""
+    path, turns = str(directory / f"{os.getpid()}-00000000.sock"), 0
+    line = encode(EventReply(Raw(event_to_json(SignalForwarded(attempt=0, signal=18, pids=(7,))))))
+
+    def answer() -> None:
+        with listener.accept()[0] as connection:
+            connection.recv(65536)
+            connection.sendall(encode(AcceptedReply()) + line * COUNT + encode(DoneReply()))
+
+    async def take_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        answering = asyncio.create_task(asyncio.to_thread(answer))
+        others = asyncio.create_task(take_turns())
+        count = run = longest = seen = 0
+        async for _ in JobClient(RunningJob(path, os.getpid(), None)).events():
+            count += 1
+            run = run + 1 if turns == seen else 1
+            longest, seen = max(longest, run), turns
+        others.cancel()
+        await answering
+    assert count == COUNT
+    assert longest <= 2 + (1 << 16) // len(line)
 
 
 async def test_silent_agents_do_not_delay_each_other(silent: str) -> None:
