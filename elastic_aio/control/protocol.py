@@ -104,6 +104,8 @@ class EventReply(Struct, frozen=True, tag_field="reply", tag="event"):
 
 
 class EndReply(Struct, frozen=True, tag_field="reply", tag="end"):
+    """How the job has ended."""
+
     state: JobState
     why: str
     exit_code: int
