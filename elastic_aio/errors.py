@@ -126,6 +126,9 @@ class JobEnded(ElasticAioError):
     def __str__(self) -> str:
         return str(self.args[0])
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({format_value(self.args[0], 300)})"
+
 
 class JobFailed(JobEnded):
     """The workers failed and the restart policy allows no further attempt."""

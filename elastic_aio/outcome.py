@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from typing import Any, ClassVar, Final
 
@@ -10,6 +10,7 @@ from msgspec import field
 from msgspec.structs import replace
 
 from elastic_aio.reasons import LOST_PEER, reason_of
+from elastic_aio.text import one_line
 from elastic_aio.value import Value
 from elastic_aio.worker_error import WorkerError as WorkerError
 
@@ -23,6 +24,7 @@ SIGNAL_NUMBERS: Final = {
     f"SIG{name}": number for number, name in enumerate(_IN_ORDER.split(), start=1)
 }
 """The number of each signal that has a name."""
+_REPR_MAX: Final = 1000
 _NAMES: Final = {number: name for name, number in SIGNAL_NUMBERS.items()}
 _SIGRTMIN, _SIGRTMAX = 34, 64
 
@@ -139,7 +141,7 @@ class Failure(Value, frozen=True):
     stderr_tail: tuple[str, ...] = ()
     """The last lines of its stderr, where that is captured."""
     stderr_path: str | None = None
-    """File with its stderr; None if that is not captured."""
+    """File with its stderr; None if that is not captured, or the file was removed."""
     notes: tuple[str, ...] = ()
     """What the supervisor adds: an OOM kill, a full disk, a full store."""
     reason: str = ""
@@ -182,7 +184,7 @@ class WorkerResult(Value, frozen=True):
 
     `rank` is the global rank, `local_rank` the rank on this host; `status` is how the process `pid`
     exited, or the status of its `Failure`.  `stdout_path` and `stderr_path` are None if the stream
-    is not captured.
+    is not captured, or its file was removed.
     """
 
     rank: int
@@ -289,7 +291,10 @@ class LaunchResult(Value, frozen=True):
     goodput: Goodput = field(default_factory=Goodput)
     """How the time was spent on this node."""
 
-    _hidden: ClassVar[tuple[str, ...]] = ("return_values",)
+    _hidden: ClassVar[tuple[str, ...]] = ("attempts", "return_values")
+
+    def __repr__(self) -> str:
+        return one_line(super().__repr__(), _REPR_MAX)
 
     @property
     def failures(self) -> tuple[Failure, ...]:
@@ -318,8 +323,6 @@ def make_result(
         # A node that had no failure itself, or no attempt at all, gets the job's.
         last = attempts[-1:] or [AttemptResult(attempt, now, 0.0)]
         attempts = [*attempts[:-1], replace(last[0], failures=outcome.failures)]
-    if log_dir is None:
-        attempts = [replace(each, log_dir=None) for each in attempts]
     workers = attempts[-1].workers if outcome.state is JobState.SUCCEEDED and attempts else ()
     return LaunchResult(
         run_id=run_id,
@@ -333,4 +336,27 @@ def make_result(
         log_dir=log_dir,
         cause=outcome.cause,
         goodput=goodput,
+    )
+
+
+def with_paths(
+    attempts: Iterable[AttemptResult], host: str, change: Callable[[str | None], str | None]
+) -> tuple[AttemptResult, ...]:
+    """Return results with the paths of this host changed; those in failures of others stay."""
+    return tuple(
+        replace(
+            attempt,
+            log_dir=change(attempt.log_dir),
+            workers=tuple(
+                replace(
+                    each, stdout_path=change(each.stdout_path), stderr_path=change(each.stderr_path)
+                )
+                for each in attempt.workers
+            ),
+            failures=tuple(
+                replace(each, stderr_path=change(each.stderr_path)) if each.host == host else each
+                for each in attempt.failures
+            ),
+        )
+        for attempt in attempts
     )

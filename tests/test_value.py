@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from elastic_aio import ExitStatus, LaunchResult, NodeRange, RendezvousSpec, SpecError
-from elastic_aio.outcome import Goodput, JobState, WorkerResult
+from elastic_aio import ExitStatus, JobFailed, LaunchResult, NodeRange, RendezvousSpec, SpecError
+from elastic_aio.outcome import AttemptResult, Goodput, JobState, WorkerResult
 from elastic_aio.spec.rendezvous import EngineSpec
 from elastic_aio.spec.restart import Backoff
 from elastic_aio.value import Value
@@ -83,3 +83,15 @@ def test_secrets_and_what_is_long_are_not_in_the_repr() -> None:
     assert "tail" not in repr(WORKER)
     assert "[4]" not in repr(WORKER)
     assert "long" not in repr(result)
+
+
+def test_the_repr_of_a_result_and_of_its_error_is_a_short_line() -> None:
+    attempts = tuple(AttemptResult(n, 0.0, 0.0, workers=(WORKER,) * 64) for n in range(100))
+    result = LaunchResult("r", JobState.FAILED, "why\n" * 1000, 1, 1.0, attempts=attempts)
+    error = JobFailed("why\n" * 1000, result)
+    assert repr(result).startswith("LaunchResult(run_id='r', state=<JobState.FAILED: 'failed'>")
+    assert len(repr(result)) <= 1000
+    assert repr(error).startswith("JobFailed('why")
+    assert len(repr(error)) <= 320
+    assert len((repr(result) + repr(error)).splitlines()) == 1
+    assert str(error) == "why\n" * 1000

@@ -24,6 +24,8 @@ from functools import partial
 from signal import SIGCONT, SIGSTOP
 from typing import TYPE_CHECKING, Any, Protocol
 
+from msgspec.structs import replace
+
 from elastic_aio.agent.event_log import EventLog
 from elastic_aio.agent.failures import WorkerRecord
 from elastic_aio.agent.logs import JobOutput
@@ -514,22 +516,23 @@ class Driver:
         outcome = effect.outcome
         if self.group is not None:
             await self.group.close()
-        attempts = [*self._attempts]
         if outcome.state is not JobState.FAILED:
-            attempts = await self._runtime.output.remove_captured(attempts)
+            await self.output.remove_captured()
         has_logs = await self._runtime.close()
         duration = self._runtime.clock.now() - self._began
         goodput = self._event_log.tracker.goodput(time.time())
-        self.result = make_result(
+        result = make_result(
             self._runtime.run_id,
             outcome,
             self._machine.attempt,
-            attempts,
+            self._attempts,
             duration,
             time.time(),
-            log_dir=self._runtime.output.directory.path if has_logs else None,
+            log_dir=self.output.directory.path if has_logs else None,
             goodput=goodput,
         )
+        attempts = await self.output.drop_missing(result.attempts, has_logs=has_logs)
+        self.result = replace(result, attempts=attempts)
         self.error = effect.error
         self.outcome = outcome
         self._event_log.append(

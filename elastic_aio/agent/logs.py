@@ -18,6 +18,7 @@ worker are one pipe, so that their order stays.  They are then one text for the 
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import os
@@ -51,11 +52,11 @@ from elastic_aio.logs.paths import (
 from elastic_aio.logs.relay import Relay
 from elastic_aio.logs.streams import LoggedStream, LoggedStreams, check_ranks
 from elastic_aio.logs.tee import StreamView, Tee
-from elastic_aio.outcome import AttemptResult
+from elastic_aio.outcome import AttemptResult, with_paths
 from elastic_aio.process.descriptors import StandardStreams
 from elastic_aio.ranks import WorkerRanks
 from elastic_aio.spec.job import LaunchSpec
-from elastic_aio.spec.logs import Std
+from elastic_aio.spec.logs import LogLayout, Std
 from elastic_aio.text import error_reason
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ _ORDERED = (stat.S_ISFIFO, stat.S_ISREG, stat.S_ISSOCK)
 # their output is in the files.
 _PATIENCE_S = 5.0
 
+_LOOK_UP_S = 10.0  # for the files that results name
 _PLANS_KEPT = 100  # attempts whose plans are kept: a job may restart for months
 
 
@@ -159,28 +161,33 @@ class JobOutput:
         if self._console is not None:
             self._console.close()
 
-    async def remove_captured(self, results: list[AttemptResult]) -> list[AttemptResult]:
-        """Remove captured files; return the results of attempts without them."""
-        if self.capture.streams == NOT_CAPTURED:
-            return results
+    async def remove_captured(self) -> None:
+        """Remove captured files."""
         if self.directory.has_captured:
             # In a thread: a job may have had thousands of attempts.
             await run_in_thread(self.directory.remove_files, self._captured_paths)
-        return [
-            replace(
-                result,
-                workers=tuple(
-                    replace(
-                        worker,
-                        stdout_path=None if logs.stdout.is_captured else worker.stdout_path,
-                        stderr_path=None if logs.stderr.is_captured else worker.stderr_path,
-                    )
-                    for worker in result.workers
-                    for logs in [self.plan(result.number, worker.local_rank)]
-                ),
-            )
-            for result in results
-        ]
+
+    async def drop_missing(
+        self, attempts: tuple[AttemptResult, ...], *, has_logs: bool
+    ) -> tuple[AttemptResult, ...]:
+        """Return results that name only files and directories of this host that exist.
+
+        Without `has_logs` the directory of the run was removed.  If a file system does not answer
+        for 10 s, the names stay.
+        """
+        removed = () if has_logs or self.directory.path is None else f"{self.directory.path}/"
+
+        def existing(path: str | None) -> str | None:
+            is_kept = path is not None and not path.startswith(removed) and os.path.exists(path)
+            return path if is_kept else None
+
+        drop = partial(with_paths, attempts, self._host, existing)
+        if not has_logs and not isinstance(self._spec.logs, LogLayout):
+            return drop()  # no path is looked up
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_UP_S):
+                return await run_in_thread(drop, daemon=True)
+        return attempts
 
     def _captured_paths(self, attempt: int, local_rank: int) -> set[str]:
         logs = self.plan(attempt, local_rank)

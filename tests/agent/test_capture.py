@@ -26,9 +26,11 @@ from elastic_aio import (
     WorkerStarted,
     launch,
 )
+from elastic_aio.agent import logs as job_output
 from tests.support.children import DEADLINE_S, python, shell, until, until_sync
 from tests.support.cli import CLI, environment, run_cli
 from tests.support.disk import fill, small_disk
+from tests.support.restarts import AT_ONCE
 
 FAILING = python("import sys; print('noise', file=sys.stderr); raise ValueError('boom')")
 REASON = "ValueError: boom"
@@ -130,6 +132,47 @@ async def test_a_success_leaves_nothing(temporary: Path, stderr: Stderr) -> None
         None,
     ]
     assert len(paths) == 2
+
+
+@pytest.mark.parametrize("logs", [{}, {"redirects": 3}, {"redirects": 3, "keep_attempts": 1}])
+async def test_a_result_names_only_what_exists(
+    temporary: Path, stderr: Stderr, tmp_path: Path, logs: dict[str, Any]
+) -> None:
+    """Nothing was captured, files are empty and removed, and attempts are not kept."""
+    stderr.take()
+    log_dir = tmp_path / "logs" if "keep_attempts" in logs else None
+    spec = LaunchSpec(
+        shell("[ $RANK = 0 ] || echo output; exit 1"),
+        nproc_per_node=2,
+        max_restarts=1,
+        logs=LogSpec(log_dir=log_dir, **logs),
+        restart=AT_ONCE,
+    )
+    with pytest.raises(JobFailed) as caught:
+        await launch(spec)
+    result = caught.value.result
+    assert len(result.attempts) == 2
+    named = [result.log_dir]
+    for attempt in result.attempts:
+        named += [attempt.log_dir, *(one.stderr_path for one in attempt.failures)]
+        named += [path for one in attempt.workers for path in (one.stdout_path, one.stderr_path)]
+    existing = [path for path in named if path is not None]
+    assert all(os.path.exists(path) for path in existing)
+    assert bool(existing) == bool(logs)
+
+
+async def test_paths_stay_if_the_file_system_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(job_output, "_LOOK_UP_S", 0.01)
+    monkeypatch.setattr(job_output, "with_paths", lambda *arguments: answers.wait(DEADLINE_S))
+    try:
+        logs = LogSpec(log_dir=tmp_path, redirects=3)
+        result = await launch(LaunchSpec(shell("exit 0"), logs=logs))
+    finally:
+        answers.set()
+    assert result.attempts[0].workers[0].stdout_path is not None
 
 
 async def test_a_worker_that_writes_nothing_makes_nothing(
