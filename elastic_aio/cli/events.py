@@ -114,7 +114,7 @@ def _event_number(text: str) -> int:
 
 
 async def _follow(arguments: argparse.Namespace) -> None:
-    spec = store_spec(arguments)
+    spec = store_spec(arguments, "events")
     reader = follow_job(
         spec.endpoint,
         arguments.rdzv_id,

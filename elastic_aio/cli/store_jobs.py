@@ -157,7 +157,7 @@ def _add_options(parser: OptionParser) -> None:
 
 
 async def _list(arguments: argparse.Namespace) -> None:
-    async with JobList(store_spec(arguments), timeout=arguments.timeout) as jobs:
+    async with JobList(store_spec(arguments, "jobs"), timeout=arguments.timeout) as jobs:
         found = await jobs.read()
     if arguments.json:
         for job in found:
@@ -171,7 +171,7 @@ async def _list(arguments: argparse.Namespace) -> None:
 
 async def _collect(arguments: argparse.Namespace) -> None:
     removed = lost = recent = 0
-    async with JobList(store_spec(arguments), timeout=arguments.timeout) as jobs:
+    async with JobList(store_spec(arguments, "gc"), timeout=arguments.timeout) as jobs:
         now = time.time()
         for job in await jobs.read():
             if not job.is_over(also_lost=arguments.lost):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from elastic_aio.cli.options import print_error
 from elastic_aio.cli.parser import OptionParser, add_client_tls_options, add_token_option, tls_of
 from elastic_aio.cli.rendezvous_options import check_backend
 from elastic_aio.spec.rdzv_conf import parse_conf
@@ -35,15 +36,16 @@ def add_store_options(parser: OptionParser) -> None:
         "--rdzv_conf",
         default="",
         metavar="KEY=VALUE,...",
-        help=f"with {engines}: user, password_file, key_prefix and sentinel, as for a run"
+        help="as for a run: token_file and the tls_ keys; with"
+        f" {engines}: user, password_file, key_prefix, sentinel; other keys of a run have no effect"
         " (default: none)",
     )
     add_token_option(parser, "file with the store's token")
     add_client_tls_options(parser)
 
 
-def store_spec(arguments: argparse.Namespace) -> RendezvousSpec:
-    """Return the place of the store that the options describe.
+def store_spec(arguments: argparse.Namespace, command: str) -> RendezvousSpec:
+    """Return the place of the store that the options describe; warn in the name of a command.
 
     Raises:
         UsageError: a file cannot be read, or there is no such backend.
@@ -54,15 +56,21 @@ def store_spec(arguments: argparse.Namespace) -> RendezvousSpec:
         check_backend(backend)
     engine = ENGINES.get(backend)
     default = RendezvousSpec().endpoint if engine is None else f"localhost:{engine.port}"
-    secrets = parse_conf(arguments.rdzv_conf, backend).read_secrets()
-    settings = {
-        "token": arguments.token,
-        "tls": tls_of(arguments, is_server=False) or secrets.get("tls"),
-        **({"engine": secrets["engine"]} if "engine" in secrets else {}),
-    }
+    conf = parse_conf(arguments.rdzv_conf, backend)
+    for warning in conf.warnings:
+        print_error(command, warning, 0)
+    secrets = conf.read_secrets()
+    if arguments.token is not None:  # the command's own options come first
+        secrets["token"] = arguments.token
+    if (tls := tls_of(arguments, is_server=False)) is not None:
+        secrets["tls"] = tls
+    elif "tls" in secrets:
+        from elastic_aio.store.tls import check_tls  # OpenSSL is for TLS only
+
+        check_tls(secrets["tls"], may_serve=False, may_connect=True)
     return RendezvousSpec(
         backend="c10d" if engine is None else backend,
         endpoint=arguments.rdzv_endpoint or default,
         is_host=False if engine is None else None,
-        **settings,
+        **secrets,
     )

@@ -18,7 +18,9 @@ from elastic_aio.cli import main
 from elastic_aio.discovery.runs import enter_run, restore_end, run_store
 from elastic_aio.outcome import JobOutcome, JobState
 from elastic_aio.rendezvous.event_stream import EventStreamWriter
+from elastic_aio.spec.tls import TlsSpec
 from elastic_aio.store import StoreServer, connect
+from tests.support.certificates import Authority
 from tests.support.children import until
 from tests.support.cli import CLI, Ended, Running, run_beside, run_program, running
 from tests.support.sockets import free_port
@@ -98,8 +100,10 @@ def at(seconds: float) -> str:
     return f"{datetime.fromtimestamp(int(seconds))}"  # noqa: DTZ006  # local time is meant
 
 
-async def write(server: StoreServer, *events: Event, token: str | None = None) -> None:
-    async with connect(server.endpoint, token=token) as store:
+async def write(
+    server: StoreServer, *events: Event, token: str | None = None, tls: TlsSpec | None = None
+) -> None:
+    async with connect(server.endpoint, token=token, tls=tls) as store:
         entry = await enter_run(store, "mine", job="j", reuse=False)
         assert entry is not None
         record, _ = entry
@@ -143,6 +147,38 @@ async def test_lines_of_json_from_a_cursor(tmp_path: Path) -> None:
     events = [json.loads(line) for line in lines]
     assert [event["event"] for event in events] == ["WorkerStarted", "JobFinished"]
     assert [event["seq"] for event in events] == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [[], ["--rdzv-backend=c10d"], ["--rdzv-backend=tcp"]])
+async def test_the_options_of_a_run_can_be_pasted(
+    tmp_path: Path, authority: Authority, backend: list[str]
+) -> None:
+    """Those of a node that may serve the store; an option of the command itself comes first."""
+    (tmp_path / "token").write_text("secret-of-this-test\n")
+    (tmp_path / "wrong").write_text("secret-of-no-test\n")
+    tls = authority.issue()
+    conf = f"token_file={tmp_path}/token,tls_cert={tls.cert},tls_key={tls.key},tls_ca={tls.ca}"
+    pasted = [*backend, f"--rdzv-conf={conf},is_host=true,join_timeout=60"]
+    async with StoreServer("127.0.0.1", token="secret-of-this-test", tls=tls) as server:
+        pasted.append(f"--rdzv-endpoint={server.endpoint}")
+        await write(server, WORKER, DONE, token="secret-of-this-test", tls=tls)
+        assert "mine" in (await run("jobs", *pasted))[1]
+        assert "nothing to remove" in (await run("gc", *pasted))[0]
+        assert len(await run("events", *pasted, "--rdzv-id=mine")) == 2
+        refused = await run_beside("jobs", *pasted, f"--token-file={tmp_path}/wrong")
+    assert refused.code == 1
+    assert "token" in refused.err
+
+
+@pytest.mark.slow
+async def test_an_unknown_key_is_reported() -> None:
+    async with StoreServer("127.0.0.1") as server:
+        ended = await run_beside(
+            "jobs", f"--rdzv-endpoint={server.endpoint}", "--rdzv-conf=token_fil=x"
+        )
+    problem = "--rdzv-conf: 'token_fil' is unknown and has no effect; did you mean token_file?"
+    assert (ended.code, ended.err) == (0, f"aio-elastic jobs: {problem}\n")
 
 
 @pytest.mark.slow
@@ -207,6 +243,8 @@ OF_ALL = [
         "--rdzv-backend: must be one of: c10d, etcd, ",
     ),
     (["--rdzv-backend=etcd", "--rdzv-conf=retention=1"], 2, "retention: must be"),
+    ([*AT_ONE, "--rdzv-conf=token_file=/no"], 2, "--rdzv-conf: token_file: must be a file that"),
+    ([*AT_ONE, "--rdzv-conf=tls_ca=/no"], 2, "--rdzv-conf: tls_ca: must be a file that can"),
     (["--token-file=/no/such"], 2, "--token-file: must be a file that can be read: no such file"),
     (["--token-file=/dev/null"], 2, "--token-file: must not be an empty file (got '/dev/null')"),
     (AT_ONE, 1, f"no store {NO_STORE}"),
