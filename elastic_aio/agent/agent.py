@@ -408,9 +408,10 @@ def make_agent(
     spawner: Spawner | None = None,
     overrides: PerRankOverrides | None = None,
     rendezvous: RendezvousFactory | None = None,
+    control: bool = False,
 ) -> Agent:
     """Return an agent with another spawner or rendezvous, or with `overrides` of its workers."""
-    agent = Agent(spec, console=console, listeners=listeners)
+    agent = Agent(spec, console=console, listeners=listeners, control=control)
     agent._spawner = spawner
     agent._overrides = overrides
     agent._make_rendezvous = rendezvous

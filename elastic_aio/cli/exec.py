@@ -39,7 +39,8 @@ def main_exec(argv: Sequence[str]) -> int:
         return print_error("exec", str(error), 2)
     paths = [path for path in os.environ.get(_VARIABLE, "").split(os.pathsep) if path]
     os.environ[_VARIABLE] = os.pathsep.join([_SITE, *(path for path in paths if path != _SITE)])
-    print_error("exec", f"jobs of torch's launcher in {program[0]} run in elastic_aio", 0)
+    replaced = "torch.distributed.run, .launcher and .elastic are replaced"
+    print_error("exec", f"jobs of {program[0]} run in elastic_aio: {replaced}", 0)
     try:
         os.execvp(program[0], program)
     except OSError as error:

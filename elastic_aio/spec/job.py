@@ -198,6 +198,20 @@ def _timers(name: str, value: object) -> bool | str:
     return value if isinstance(value, bool) else checked_path(name, value)
 
 
+def _program_of(argv: Sequence[str]) -> str:
+    """Return the script or module of a Python interpreter, or another program itself."""
+    if re.fullmatch(r"python[\d.]*t?", argv[0].rpartition("/")[2]):
+        words = iter(argv[1:])
+        for word in words:
+            if word in ("-X", "-W"):
+                next(words, None)
+            elif word == "-m" or not word.startswith("-"):
+                return next(words, argv[0]) if word == "-m" else word
+            elif word in ("-", "-c"):
+                break
+    return argv[0]
+
+
 class LaunchSpec(SpecValue, prefix=""):
     """One job: what its workers run, how many there are, and how they are supervised.
 
@@ -386,6 +400,6 @@ class LaunchSpec(SpecValue, prefix=""):
             case Module(name):
                 return name
             case Command(argv):
-                return argv[0]
+                return _program_of([*argv, *map(str, self.args)])
             case Function(call, name):
                 return name or getattr(call, "__qualname__", type(call).__qualname__)

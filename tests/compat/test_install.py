@@ -14,9 +14,11 @@ from types import ModuleType
 
 import pytest
 
+from elastic_aio.cli import main
 from elastic_aio.compat.torch import installation, launch, rendezvous
 from elastic_aio.compat.torch.installation import install, uninstall
-from tests.support.cli import CLI, REPOSITORY, Ended, bare_environment, run_program
+from tests.support.cli import CLI, REPOSITORY, Ended, bare_environment, run_program, running
+from tests.support.control import own_control_dir
 
 SOURCES = {
     "torch/__init__.py": "",
@@ -202,12 +204,53 @@ def test_another_python_without_this_package_is_left_alone(tmp_path: Path) -> No
     assert ended.out == "ran\n", ended.err
 
 
+TORCHRUN = "from torch.distributed.run import main; main()"
+WORKER = """
+import os, sys, time
+print("rank", os.environ["RANK"], "begins", file=sys.stderr, flush=True)
+time.sleep(99)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [[], ["--run-path"]])
+def test_other_processes_see_and_control_the_job(
+    torch: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], how: list[str]
+) -> None:
+    """By the script's name."""
+    (tmp_path / "train.py").write_text(WORKER)
+    words = [sys.executable, "-c", TORCHRUN, "--nproc-per-node=2", *how, "train.py"]
+    env = {"PYTHONPATH": os.pathsep.join((str(torch), str(REPOSITORY)))}
+
+    def ask(*argv: str) -> str:
+        capfd.readouterr()
+        assert main(argv) == 0
+        return capfd.readouterr().out
+
+    with own_control_dir(), running([*CLI, "exec", *words], env=env, cwd=tmp_path) as job:
+        for rank in (0, 1):
+            job.wait_err(f"rank {rank} begins")
+        assert "train.py" in ask("ps")
+        assert "2 workers of" in ask("why", "train.py")
+        assert "rank 1 (local rank 1" in ask("dump", "train.py")
+        assert "rank 0 begins" in ask("logs", "train.py", "0")
+        assert "stopped" in ask("stop", "train.py")
+        assert job.wait() == 1
+
+
+def test_an_installation_makes_no_socket_by_default(torch: Path) -> None:
+    for control in (False, True):
+        install(is_quiet=True, control=control)
+        assert installation.has_control() == control
+        uninstall()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "code", "error"),
     [
         (["sh", "-c", "exit 3"], 3, "run in elastic_aio"),
-        (["--", "true"], 0, "jobs of torch's launcher in true run in elastic_aio"),
+        (["--", "true"], 0, "jobs of true run in elastic_aio: torch.distributed.run, .l"),
         ([], 2, "a program is required"),
         ([""], 2, "a program is required"),
         (["/nonexistent"], 127, "cannot run /nonexistent: no such file or directory"),

@@ -54,6 +54,26 @@ def test_an_entrypoint_has_one_meaning(value: Any, entrypoint: object, name: str
     assert spec.name == name
 
 
+@pytest.mark.parametrize(
+    ("argv", "name"),
+    [
+        (["/usr/bin/python3.13t", "-u", "a/b.py", "x"], "a/b.py"),
+        (["python", "-X", "dev", "-Wignore", "-m", "pkg.mod", "x"], "pkg.mod"),
+        (["python", "-W", "ignore", "b.py"], "b.py"),
+        (["python3", "-u", "-c", "pass", "x"], "python3"),
+        (["python3", "-", "x"], "python3"),
+        (["python3", "-m"], "python3"),
+        (["pythonic", "-u", "b.py"], "pythonic"),
+    ],
+)
+@pytest.mark.parametrize("split", [1, 2, 99])
+def test_a_command_of_an_interpreter_has_the_name_of_its_program(
+    argv: list[str], name: str, split: int
+) -> None:
+    """Wherever the arguments of all workers begin."""
+    assert LaunchSpec(argv[:split], args=argv[split:]).name == name
+
+
 @pytest.mark.parametrize("argv", ["true", b"true", 5, None])
 def test_a_command_needs_a_list(argv: Any) -> None:
     """Any other iterable is refused, not unpacked."""

@@ -28,6 +28,7 @@ from elastic_aio.agent.agent import Agent, make_agent
 from elastic_aio.agent.event_log import EventListener
 from elastic_aio.compat.torch.errors import ProcessFailure
 from elastic_aio.compat.torch.events import event_listener
+from elastic_aio.compat.torch.installation import has_control
 from elastic_aio.compat.torch.metrics import metric_listener
 from elastic_aio.compat.torch.multiprocessing import SignalException, numa_mode, start_method_of
 from elastic_aio.compat.torch.multiprocessing.logs import DefaultLogsSpecs, LogsSpecs
@@ -42,7 +43,7 @@ from elastic_aio.node_events import RoundFormed
 from elastic_aio.outcome import EndCause, JobState, LaunchResult, signal_name
 from elastic_aio.rendezvous.base import AgentPort, NodeInfo, Rendezvous
 from elastic_aio.spec.checks import UsageError, signal_number
-from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.job import Function, LaunchSpec
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import RestartPolicy
@@ -57,6 +58,7 @@ from elastic_aio.torch_variables import (
     timers_from,
     uninterruptible_timeout_from,
 )
+from elastic_aio.worker.scripts import run_script
 
 __all__ = [
     "DEFAULT_ROLE",
@@ -352,6 +354,8 @@ class LocalElasticAgent(ElasticAgent):
         spec = self._worker_group.spec
         handler = spec.rdzv_handler
         entrypoint: Any = spec.entrypoint
+        if entrypoint is run_script:
+            entrypoint = Function(run_script, str(spec.args[0]))
         if isinstance(handler, DynamicRendezvousHandler):
             nodes = (handler.nodes.minimum, handler.nodes.maximum)
             rendezvous, port = handler.rendezvous, spec.master_port or handler.master_port
@@ -443,7 +447,13 @@ class LocalElasticAgent(ElasticAgent):
         factory = None if is_ours else self._make_bridge
         if (server := _status_server()) is not None:
             listeners.append(server)
-        agent = make_agent(spec, console=console, listeners=listeners, rendezvous=factory)
+        agent = make_agent(
+            spec,
+            console=console,
+            listeners=listeners,
+            rendezvous=factory,
+            control=has_control(),
+        )
         if _is_loop_running():
             return _run_in_thread(agent, server)
         if threading.current_thread() is not threading.main_thread():

@@ -82,6 +82,7 @@ class _Installation:
 
     def __init__(self) -> None:
         self.is_active = False
+        self.has_control = False
         self._finder = _Finder(self)
         self._originals: dict[tuple[str, str], Any] = {}
         self._references: list[tuple[ModuleType, str, Any, Any]] = []
@@ -185,7 +186,12 @@ class _Loader(importlib.abc.Loader):
 _installation = _Installation()
 
 
-def install(*, is_quiet: bool = False) -> None:
+def has_control() -> bool:
+    """Whether jobs have a control socket: `install` was called so."""
+    return _installation.has_control
+
+
+def install(*, is_quiet: bool = False, control: bool = False) -> None:
     """Put this package's names in the place of torch's in this process.  Idempotent.
 
     Call it before the modules that use them are imported, where that is possible: classes that were
@@ -193,9 +199,12 @@ def install(*, is_quiet: bool = False) -> None:
 
     Args:
         is_quiet: do not say so in one line on stderr.
+        control: let other processes of this user see and control the jobs (`aio-elastic ps`,
+            `status`, `stop` and others).
     """
     if _installation.is_active:
         return
+    _installation.has_control = control
     _installation.begin()
     if not is_quiet:
         line = "elastic_aio: replaces torch's launcher in this process\n"

@@ -27,7 +27,7 @@ def _install() -> None:
         from elastic_aio.compat.torch.installation import install
     except ImportError:
         return  # another Python, which does not have this package
-    install(is_quiet=True)
+    install(is_quiet=True, control=True)
 
 
 try:
