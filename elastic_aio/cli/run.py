@@ -239,7 +239,7 @@ def _open_events(path: str | None) -> int | None:
     # O_NONBLOCK: a named pipe without a reader is an error, not a wait.
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        return os.open(path, flags, 0o644)
+        return os.open(path, flags, 0o666)
     except OSError as error:
         reason = error_reason(error)
         problem = f"must be a file that can be written: {reason}"

@@ -36,6 +36,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 # O_EXCL: no file is ever overwritten.  O_APPEND: a worker that reopens /dev/stdout, or
 # a child that shares it, writes at the end.
 _NEW_FILE = os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+_FILE_MODE = 0o666  # without the bits of the umask, as for the directories below `log_dir`
 
 
 class OpenStreams(Struct, frozen=True):
@@ -85,7 +86,7 @@ class RunDirectory:
             try:
                 parent = os.path.abspath(spec.log_dir)
                 os.makedirs(parent, exist_ok=True)
-                directory = cls(_make_unique(run_prefix(run_id, host), parent))
+                directory = cls(_make_below(parent, run_prefix(run_id, host)))
                 if spec.keep_runs is not None:
                     directory.lock()
                 return directory
@@ -108,7 +109,8 @@ class RunDirectory:
         """Mark this directory as a running job's, or raise an OSError."""
         path, flags = f"{self.path}/{_LOCK}", os.O_CREAT | os.O_EXCL | _LOCK_FLAGS
         try:
-            self._lock = os.open(f"{path}.new", flags, 0o644)
+            # Not for other users, whose lock on it would be waited for.
+            self._lock = os.open(f"{path}.new", flags, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_SH)
             # Not earlier: without the lock it is the directory of a run that has ended.
             os.rename(f"{path}.new", path)
@@ -228,7 +230,7 @@ class RunDirectory:
         with suppress(FileExistsError):
             self._make(os.path.dirname(path), may_be_full=False)
         self.has_captured = True
-        return os.open(path, os.O_RDWR | _NEW_FILE, 0o644)
+        return os.open(path, os.O_RDWR | _NEW_FILE, _FILE_MODE)
 
     def remove_files(self, paths: Callable[[int, int], Iterable[str]]) -> None:
         """Remove some files of each worker of each attempt; blocks.
@@ -367,23 +369,32 @@ def _numbered(directory: str, prefix: str = "") -> list[tuple[int, str]]:
 
 def _open_new(path: str, access: int) -> int:
     with suppress(FileNotFoundError):
-        return os.open(path, access | _NEW_FILE, 0o644)
+        return os.open(path, access | _NEW_FILE, _FILE_MODE)
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    return os.open(path, access | _NEW_FILE, 0o644)
+    return os.open(path, access | _NEW_FILE, _FILE_MODE)
 
 
-def _make_unique(prefix: str, parent: str | None = None) -> str:
+def _make_below(parent: str, prefix: str) -> str:
+    while True:  # until a name is not taken
+        with suppress(FileExistsError):
+            path = f"{parent}/{prefix}{os.urandom(4).hex()}"
+            os.mkdir(path)
+            return path
+
+
+def _make_unique(prefix: str) -> str:
     """Do the same as `tempfile.mkdtemp`, whose import takes as long as ten of our modules."""
     if "tempfile" not in sys.modules:  # else the program may have set `tempfile.tempdir`
         variables = map(os.environ.get, ("TMPDIR", "TEMP", "TMP"))
-        beside = parent or next(filter(None, variables), "/tmp")
-        path = os.path.abspath(f"{beside}/{prefix}{os.urandom(4).hex()}")
+        path = os.path.abspath(
+            f"{next(filter(None, variables), '/tmp')}/{prefix}{os.urandom(4).hex()}"
+        )
         with suppress(OSError):
             os.mkdir(path, 0o700)
             return path
     import tempfile
 
-    return tempfile.mkdtemp("", prefix, parent)
+    return tempfile.mkdtemp("", prefix)
 
 
 def _remove(directory: str) -> None:

@@ -9,6 +9,7 @@ import re
 import resource
 import select
 import signal
+import stat
 import tempfile
 import time
 from collections.abc import Callable
@@ -33,7 +34,7 @@ from elastic_aio import (
 from elastic_aio.agent.preflight import hostname
 from elastic_aio.logs.paths import NodeRecord
 from elastic_aio.logs.tee import Tee
-from elastic_aio.spec.logs import LogDestinations, LogLayout, LogLayoutContext
+from elastic_aio.spec.logs import LogDestinations, LogLayout, LogLayoutContext, Std
 from tests.support.children import DEADLINE_S, file_console, python, shell, until
 from tests.support.leaks import open_descriptors
 from tests.support.memory import peak_growth
@@ -578,3 +579,33 @@ async def test_nothing_of_a_directory_of_the_user_is_removed(tmp_path: Path) -> 
     logs = Elsewhere(on_full="console")
     await launch(LaunchSpec(shell(f"echo text; touch {directory}/done"), logs=logs))
     assert sorted(os.listdir(directory)) == ["done", "err.log", "out.log"]
+
+
+def modes(directory: str) -> set[int]:
+    """Return the modes of a directory and of all that is below it."""
+    paths = [Path(directory), *Path(directory).rglob("*")]
+    return {stat.S_IMODE(path.stat().st_mode) for path in paths}
+
+
+@pytest.mark.parametrize("on_full", ["fail", "console"])
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+async def test_the_umask_decides_who_may_read_logs(tmp_path: Path, mask: int, on_full: Any) -> None:
+    """Below a directory that the user names; but others could lock the lock file."""
+    logs = LogSpec(
+        log_dir=tmp_path / "logs",
+        tee={0: Std.OUT, 1: Std.ERR},
+        redirects=Std.ERR,
+        keep_runs=9,
+        on_full=on_full,
+        duplicate_stdout_filters=("x",),
+    )
+    former = os.umask(mask)
+    try:
+        result = await launch(LaunchSpec(shell("echo x"), nproc_per_node=2, logs=logs))
+    finally:
+        os.umask(former)
+    path = result.log_dir or ""
+    (Path(path) / ".elastic_aio.lock").unlink()
+    assert modes(path) == {0o777 & ~mask, 0o666 & ~mask}
+    assert stat.S_IMODE(os.stat(tmp_path / "logs").st_mode) == 0o777 & ~mask
+    assert os.path.exists(f"{path}/attempt_0/filtered_stdout.log")

@@ -158,6 +158,31 @@ def test_a_temporary_directory_is_that_of_tempfile_without_its_import(
     assert Path(RunDirectory.make(ALL, "r").path or "").parent == tmp_path
 
 
+@pytest.fixture(params=[0o022, 0o077, 0o002])
+def mask(request: pytest.FixtureRequest) -> Iterator[int]:
+    """The umask of this process."""
+    mask: int = request.param
+    former = os.umask(mask)
+    yield mask
+    os.umask(former)
+
+
+def test_a_lock_file_and_a_temporary_directory_are_private(tmp_path: Path, mask: int) -> None:
+    directory = RunDirectory.make(LogSpec(log_dir=str(tmp_path), keep_runs=1), "r")
+    assert stat.S_IMODE(os.stat(f"{directory.path}/.elastic_aio.lock").st_mode) == 0o600
+    directory.close()
+    temporary = RunDirectory.make(ALL, "r").path or ""
+    assert stat.S_IMODE(os.stat(temporary).st_mode) == 0o700
+    os.rmdir(temporary)
+
+
+def test_a_name_that_is_taken_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = [b"taken", b"taken", b"other"]
+    monkeypatch.setattr(os, "urandom", lambda size: taken.pop(0))
+    paths = [RunDirectory.make(LogSpec(log_dir=str(tmp_path)), "r").path for _ in range(2)]
+    assert len({*paths}) == 2
+
+
 def test_streams_are_opened_for_appending_and_closed(tmp_path: Path, devnull: int) -> None:
     directory = RunDirectory.make(LogSpec(log_dir=str(tmp_path)), "r")
     directory.make_attempt(0)
