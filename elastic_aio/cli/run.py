@@ -16,7 +16,7 @@ from elastic_aio.cli.run_options import RunRequest, as_option_error
 from elastic_aio.errors import HostError, JobEnded, JobFailed, SpecError
 from elastic_aio.events import Event, JobFinished
 from elastic_aio.launcher import receive_signals, run_coroutine, supervise, use_pidfd_child_watcher
-from elastic_aio.logs.console import LineWriter, open_sink
+from elastic_aio.logs.console import open_sink
 from elastic_aio.outcome import LaunchResult
 from elastic_aio.process.adopted import subreaper
 from elastic_aio.signals import ReceivedSignals
@@ -51,7 +51,11 @@ def main_run(request: RunRequest, *, owns_process: bool) -> int:
         level = _level(os.environ.get("LOGLEVEL", ""))
         level = level if request.level is None else request.level
         make_handler = _handler_factory(request.event_log_handler)
-        events = _open_events(request.events_file)
+        events = None
+        if request.events_file is not None:
+            from elastic_aio.cli.event_file import open_events  # most jobs write no events
+
+            events = open_events(request.events_file)
     except UsageError as error:
         return print_error("run", as_option_error(error, request.variables), 2)
     subreaper.owns_process = owns_process
@@ -111,20 +115,19 @@ async def _run(
     printer = EventPrinter(stderr, level, color=request.color)
     printer.warns_of_threads = not {**os.environ, **request.spec.env}.get("OMP_NUM_THREADS")
     handler = None if make_handler is None else make_handler(printer.print_line)
-    events_sink = None if events is None else open_sink("events", events)
-    recorder = None if events_sink is None else LineWriter(events_sink)
+    recorder = None
+    if events is not None and request.events_file is not None:
+        from elastic_aio.cli.event_file import EventFile
+
+        recorder = EventFile(request.events_file, events)
     for warning in request.warnings:
         printer.warn(warning)
-
-    def on_event(event: Event) -> None:
-        printer.on_event(event)
-        if recorder is not None:
-            from elastic_aio.event_json import event_to_json  # most jobs write no events
-
-            recorder.put(event_to_json(event) + b"\n")
-
+    listeners: list[Callable[[Event], None]] = [printer.on_event]
+    if recorder is not None:
+        listeners.append(recorder.on_event)
+    if handler is not None:
+        listeners.append(handler)
     try:
-        listeners = [on_event, *filter(None, (handler,))]
         result = await _supervise(request, received, printer, listeners, notifier)
         code = 0
         printer.print_success(result)
@@ -135,13 +138,10 @@ async def _run(
     finally:
         # The exit code is settled: later signals have no effect while the report is printed.
         received.discard(request.signals.stop | request.signals.forward)
-        if recorder is not None and (not await recorder.drain(_CONSOLE_PATIENCE) or recorder.lost):
-            printer.print(f"--events: some events are not written ({recorder.lost})")
+        if recorder is not None and (why := await recorder.close(_CONSOLE_PATIENCE)) is not None:
+            printer.print(f"--events: some events are not written ({why})")
         await printer.drain(_CONSOLE_PATIENCE)
         stderr.close()
-        if events_sink is not None and events is not None:
-            events_sink.close()
-            os.close(events)
     return code
 
 
@@ -231,19 +231,6 @@ def _level(text: str) -> int:
     if text.upper() in levels:
         return levels[text.upper()]
     raise invalid_value("LOGLEVEL", f"must be one of: {', '.join(levels)}", text)
-
-
-def _open_events(path: str | None) -> int | None:
-    if path is None:
-        return None
-    # O_NONBLOCK: a named pipe without a reader is an error, not a wait.
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC
-    try:
-        return os.open(path, flags, 0o666)
-    except OSError as error:
-        reason = error_reason(error)
-        problem = f"must be a file that can be written: {reason}"
-        raise invalid_value("--events", problem, path) from error
 
 
 def _write_error_file(error: Exception) -> None:

@@ -88,6 +88,15 @@ class Sink:
         """Whether it writes to a descriptor, and is open."""
         return self._descriptor >= 0
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether it has one user, and is not in the middle of a write."""
+        return self.users == 1 and not self.lock.locked()
+
+    def reopen(self, descriptor: int) -> None:
+        """Write to another regular file from now on, which the caller closes."""
+        os.dup2(descriptor, self._descriptor, inheritable=False)
+
     async def write(self, data: bytes) -> None:
         """Write all of `data`, waiting while the console is blocked; call it with `lock` held.
 

@@ -261,6 +261,41 @@ def test_events_are_appended(tmp_path: Path, run_here: RunHere) -> None:
     assert len(runs) == 2
 
 
+def test_events_follow_the_name_of_their_file(tmp_path: Path, run_here: RunHere) -> None:
+    """What logrotate does by `create` and by `nocreate`: each event is in one of the files."""
+    path = tmp_path / "events.jsonl"
+    script = (
+        f"cd {tmp_path}"
+        + """
+        case $TORCHELASTIC_RESTART_COUNT in
+        0) mv events.jsonl first ;;
+        1) mv events.jsonl second; : >> events.jsonl ;;
+        2) mv events.jsonl third; mkdir events.jsonl ;;
+        3) rmdir events.jsonl ;;
+        esac
+        exit 1
+    """
+    )
+    ended = run_here("--max-restarts", 4, "--restart-delay", 0, "--events", path, *BASH, script)
+    assert (ended.code, "--events" in ended.err) == (1, False)
+    names = ("first", "second", "third", path.name)
+    parts = [(tmp_path / name).read_bytes().splitlines() for name in names]
+    assert all(parts)
+    numbers = [event_from_json(line).seq for part in parts for line in part]
+    assert numbers == list(range(len(numbers)))
+
+
+def test_events_stay_in_a_file_that_standard_error_has_too(tmp_path: Path) -> None:
+    """It is not taken away from the console."""
+    path, moved = tmp_path / "both", tmp_path / "moved"
+    script = f"mv {path} {moved}; exit 0"
+    with path.open("a") as both, running_cli("--events", path, *BASH, script, stderr=both) as job:
+        assert job.wait() == 0
+    assert not path.exists()
+    assert b"JobFinished" in moved.read_bytes()
+    assert b"aio-elastic: " in moved.read_bytes()
+
+
 def test_events_into_a_full_disk(run_here: RunHere) -> None:
     """A full disk is one line, and the job goes on."""
     ended = run_here("--events", "/dev/full", *BASH, "true")
