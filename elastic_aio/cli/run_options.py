@@ -223,7 +223,7 @@ def parse_run(
         found = _apply_scheduler(values, env)
         request = _request(values, program, env)
         warnings = [*notes, *found, *request.warnings, *_misplaced(argv, program, accepted, env)]
-        return request.replace(variables=variables, warnings=tuple(warnings))
+        return request.replace(spec=request.spec, variables=variables, warnings=tuple(warnings))
     except (SpecError, UsageError) as error:
         raise UsageError(as_option_error(error, variables)) from error
 

@@ -20,7 +20,7 @@ import dataclasses
 import inspect
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Self, TypeVar, dataclass_transform
 
 from msgspec import Struct
 
@@ -29,7 +29,6 @@ from elastic_aio.value import dataclass_fields
 
 Kept = TypeVar("Kept", covariant=True)
 Accepted = TypeVar("Accepted", contravariant=True)
-Copied = TypeVar("Copied", bound="SpecValue")
 
 _POSITIONAL: Final = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
@@ -263,12 +262,20 @@ class SpecValue:
     def _contents(self) -> tuple[object, ...]:
         return tuple(map(self.__dict__.__getitem__, self.__spec_fields__))
 
-    def replace(self: Copied, **changes: Any) -> Copied:
-        """Return a copy with some fields changed; it is checked again."""
-        fields = {name: getattr(self, name) for name in self.__spec_fields__}
-        return type(self)(**fields | changes)
+    if TYPE_CHECKING:
 
-    __replace__ = replace
+        @property
+        def replace(self) -> type[Self]:
+            """Its arguments are the constructor's; a class with a field to give redefines it."""
+
+    else:
+
+        def replace(self, **changes: Any) -> Self:
+            """Return a copy with some fields changed; it is checked again."""
+            fields = {name: getattr(self, name) for name in self.__spec_fields__}
+            return type(self)(**fields | changes)
+
+        __replace__ = replace
 
     def __repr__(self) -> str:
         shown = ", ".join(

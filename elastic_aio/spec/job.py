@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.checks import (
@@ -403,3 +403,17 @@ class LaunchSpec(SpecValue, prefix=""):
                 return _program_of([*argv, *map(str, self.args)])
             case Function(call, name):
                 return name or getattr(call, "__qualname__", type(call).__qualname__)
+
+    if TYPE_CHECKING:
+
+        @property
+        def replace(self) -> type[_Job]: ...
+
+
+if TYPE_CHECKING:
+    _Program = Script | Module | Command | Function
+
+    class _Job(LaunchSpec):
+        entrypoint: Converted[
+            _Program, str | PathLike[str] | Sequence[str] | _Program | Callable[..., Any]
+        ] = field(default="")

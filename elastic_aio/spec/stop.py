@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from elastic_aio.errors import SpecError
 from elastic_aio.outcome import SIGKILL, SIGTERM, signal_name
@@ -42,6 +42,18 @@ class StopStep(SpecValue):
         if self.target is not None:
             _scope(name, self.target, "target ")
         self._set(signal=signal_number(name, self.signal), grace=float(self.grace))
+
+    if TYPE_CHECKING:
+
+        @property
+        def replace(self) -> type[_Step]: ...
+
+
+if TYPE_CHECKING:
+
+    class _Step(StopStep):
+        signal: Converted[int, int | str] = field(default=0)
+        grace: float = field(default=0.0)
 
 
 def _steps(name: str, value: Any) -> tuple[StopStep, ...]:
