@@ -51,6 +51,14 @@ def test_a_host_that_lacks_something() -> None:
     assert "rank" not in ended.err
 
 
+def test_the_jobset_is_not_restarted_after_such_a_code() -> None:
+    """The default action of a JobSet for a failed Job is a restart of the set."""
+    text = (REPOSITORY / "examples/jobset.yaml").read_text()
+    policy = text.partition("failurePolicy:")[2].partition("replicatedJobs:")[0]
+    rule = r"rules:\s+(#.*\s+)*- action: FailJobSet\s+onJobFailureReasons: \[PodFailurePolicy\]"
+    assert re.search(rule, policy)
+
+
 def requeued_codes() -> list[str]:
     """Return the codes after which the example for Slurm runs the job again."""
     text = (REPOSITORY / "examples/slurm.sbatch").read_text()
