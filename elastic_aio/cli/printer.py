@@ -28,11 +28,7 @@ _GREEN: Final = b"\x1b[1;32m"
 _YELLOW: Final = b"\x1b[1;33m"
 _RED: Final = b"\x1b[1;31m"
 
-_OMP_NOTICE: Final = f"""\
-{"*" * 41}
-OMP_NUM_THREADS is not set: each worker gets 1, so that the threads of all workers together do
-not overload this host. Set the variable to the number that is best for your program.
-{"*" * 41}"""
+_OMP_NOTICE: Final = "OMP_NUM_THREADS is not set: each worker gets 1; set what suits your program"
 
 
 class EventPrinter:

@@ -21,6 +21,7 @@ from elastic_aio.outcome import LaunchResult
 from elastic_aio.process.adopted import subreaper
 from elastic_aio.signals import ReceivedSignals
 from elastic_aio.spec.checks import UsageError, invalid_value, parse_int
+from elastic_aio.spec.job import Command
 from elastic_aio.status import Level
 from elastic_aio.text import error_reason
 from elastic_aio.worker.context import ERROR_FILE
@@ -113,7 +114,10 @@ async def _run(
 ) -> int:
     stderr = open_sink("stderr", 2)
     printer = EventPrinter(stderr, level, color=request.color)
-    printer.warns_of_threads = not {**os.environ, **request.spec.env}.get("OMP_NUM_THREADS")
+    printer.warns_of_threads = not (
+        isinstance(request.spec.entrypoint, Command)
+        or {**os.environ, **request.spec.env}.get("OMP_NUM_THREADS")
+    )
     handler = None if make_handler is None else make_handler(printer.print_line)
     recorder = None
     if events is not None and request.events_file is not None:

@@ -177,15 +177,22 @@ def test_a_filtered_file_that_cannot_be_written_is_reported_once(
 
 
 def test_the_notice_of_omp_num_threads(run_here: RunHere, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once, although the group starts twice; not for one worker, and not with the variable."""
+    """One line, once, although the group starts twice.
+
+    Not for one worker, not with the variable, and not for a program that may be no Python.
+    """
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    two = ["--nproc-per-node", 2, "--no-python"]
-    ended = run_here("--max-restarts", 1, *two, "false")
-    assert ended.err.count("OMP_NUM_THREADS") == 1
-    assert ended.err.count("*" * 41 + "\n") == 2
-    assert "OMP_NUM_THREADS" not in run_here("--no-python", "true").err
+    two = ["--nproc-per-node", 2]
+    ended = run_here("--max-restarts", 1, *two, "-m", "no.such.module")
+    (line,) = [line for line in ended.errors if "OMP_NUM_THREADS" in line]
+    assert line.startswith("aio-elastic: OMP_NUM_THREADS is not set: each worker gets 1")
+    assert "***" not in ended.err
+    assert "OMP_NUM_THREADS" not in run_here("-m", "this").err
+    quiet = run_here("-t1", *two, "--no-python", "sh", "-c", "echo threads=$OMP_NUM_THREADS")
+    assert "OMP_NUM_THREADS" not in quiet.err
+    assert quiet.out.count("threads=1") == 2
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert "OMP_NUM_THREADS" not in run_here(*two, "true").err
+    assert "OMP_NUM_THREADS" not in run_here(*two, "-m", "this").err
 
 
 @pytest.fixture
