@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import os
 import time
 import weakref
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from elastic_aio.control.server import ControlServer
     from elastic_aio.logs.reader import LogReader
     from elastic_aio.stacks import StackDump
+
+_logger = logging.getLogger("elastic_aio")
 
 
 class Agent:
@@ -132,6 +135,8 @@ class Agent:
         check_file_size(nproc)
         driver = self._driver = self._make_driver(nproc)
         driver.finds_lost_jobs = self._has_control
+        if self._overrides is None:  # else the program uses processes, and no job
+            self._event_log.listen(_log_event)
         try:
             await driver.open()
         except BaseException:  # a cancellation too: no event follows
@@ -398,6 +403,13 @@ class Agent:
         if self._driver.is_copy:
             raise RuntimeError("the job runs in the process that has forked this one")
         return self._driver
+
+
+def _log_event(event: Event) -> None:
+    """Write an event to the logger `elastic_aio`, if the program has a handler for it."""
+    # Without one, `logging` would write warnings to standard error.
+    if _logger.isEnabledFor(event.level) and _logger.hasHandlers():
+        _logger.log(event.level, "%s", event.sentence)
 
 
 def make_agent(

@@ -30,7 +30,7 @@ class EventLog:
         self.tracker = StatusTracker()
         self._run_id = run_id
         self._node = node
-        self._listeners = listeners
+        self._listeners = [*listeners]
         self._history: EventHistory[Event] = EventHistory(keep, self._missed)
         self._later: deque[tuple[float, Callable[[], Event]]] = deque()
         self._time: float | None = None  # of the event that is being made
@@ -42,6 +42,10 @@ class EventLog:
     def count(self) -> int:
         """How many events there were, which is the `seq` of the next event."""
         return self._history.count
+
+    def listen(self, listener: EventListener) -> None:
+        """Call a listener with every further event."""
+        self._listeners.append(listener)
 
     def append(self, event: Event) -> None:
         """Stamp an event with number, time, run and node, and pass it to all readers."""

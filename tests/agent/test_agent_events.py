@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -43,6 +45,8 @@ from tests.support.children import (
     shell,
     until,
 )
+from tests.support.cli import run_program
+from tests.support.restarts import AT_ONCE
 
 
 async def started(agent: Agent, count: int) -> AsyncIterator[WorkerStarted]:
@@ -312,3 +316,44 @@ async def test_json_keeps_every_event_of_a_real_job(tmp_path: Path) -> None:
         assert b"\n" not in line
         assert line.startswith(b'{"schema":1,"event":"%s",' % type(event).__name__.encode())
         assert event_from_json(line) == event
+
+
+@pytest.mark.parametrize("level", [logging.INFO, logging.WARNING, logging.ERROR])
+async def test_the_logger_says_what_the_console_of_the_command_shows(
+    level: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each event of at least the level of the logger."""
+    seen: list[Event] = []
+    spec = LaunchSpec(
+        shell("exit $((1 - TORCHELASTIC_RESTART_COUNT))"), max_restarts=1, restart=AT_ONCE
+    )
+    with caplog.at_level(level, logger="elastic_aio"):
+        await launch(spec, listeners=[seen.append])
+    records = [one for one in caplog.records if one.name == "elastic_aio"]
+    logged = [(one.levelno, one.getMessage()) for one in records]
+    assert logged == [(one.level, one.sentence) for one in seen if one.level >= level]
+    assert bool(logged) == (level < logging.ERROR)
+
+
+LIBRARY = """
+import logging, sys
+from elastic_aio import LaunchSpec, launch, run
+{setting}
+run(LaunchSpec(["true"]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("setting", "lines"),
+    [
+        ("", 0),
+        ("logging.basicConfig()", 1),
+        ("logging.basicConfig(level=20)", 4),
+        ("logging.basicConfig(); logging.getLogger('elastic_aio').setLevel('ERROR')", 0),
+    ],
+)
+def test_a_program_without_a_handler_sees_nothing(setting: str, lines: int) -> None:
+    ended = run_program([sys.executable, "-c", LIBRARY.format(setting=setting)])
+    shown = [line for line in ended.errors if ":elastic_aio:" in line]
+    assert (ended.code, len(shown), len(ended.errors)) == (0, lines, lines), ended.err

@@ -542,7 +542,8 @@ def _run_in_thread(agent: Agent, server: StatusServer | None) -> LaunchResult:
 
 
 def _log_event(event: Event) -> None:
-    log.log(event.level, "%s", event.sentence)
+    if not log.hasHandlers():  # else the agent logs it
+        log.log(event.level, "%s", event.sentence)
 
 
 def _event_handlers(name: str) -> list[EventListener]:
