@@ -142,7 +142,7 @@ async def test_a_result_names_only_what_exists(
     stderr.take()
     log_dir = tmp_path / "logs" if "keep_attempts" in logs else None
     spec = LaunchSpec(
-        shell("[ $RANK = 0 ] || echo output; exit 1"),
+        shell("[ $RANK = 1 ] || exec sleep 99; echo output; exit 1"),
         nproc_per_node=2,
         max_restarts=1,
         logs=LogSpec(log_dir=log_dir, **logs),
