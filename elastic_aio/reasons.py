@@ -372,3 +372,9 @@ def _last_text(lines: Sequence[str]) -> str:
     if "--help" not in last or not re.match(_HINT, last):
         return last  # without a pattern to compile
     return next((line for line in texts if not re.match(r"(?i)usage: ", line)), last)
+
+
+def before_dump(lines: Sequence[str]) -> Sequence[str]:
+    """Leave out the stacks of an abort: C++ and libc say why before Python writes them."""
+    starts = (n for n, line in enumerate(lines) if line == "Fatal Python error: Aborted")
+    return lines[: next(starts, None)]

@@ -18,6 +18,7 @@ from elastic_aio.process.children import ChildExit
 from elastic_aio.ranks import WorkerRanks
 from elastic_aio.reasons import (
     LOST_PEER,
+    before_dump,
     has_sign_of_lost_peer,
     known_cause,
     last_words,
@@ -45,7 +46,9 @@ _SAME = 200
 # Lines in which a known cause is looked for.
 _CAUSE_LINES = 10
 _MARGIN_S = 0.001
+_CLOCK_S = 2.0  # by which the time of a file may be behind that of this host
 _BUS, _KILLED = 128 + 7, 128 + 9
+_DUMPING = {3, 4, 5, 6, 7, 8, 11, 24, 25, 31}  # signals that may leave a core file (signal(7))
 # The exit of an interpreter with an exception; a `SystemExit` is recorded as no error.
 _RECORDED = ExitStatus(code=1)
 
@@ -128,6 +131,7 @@ async def collect_failures(
     stopped_at: float,
     oom_before: OomCounts,
     store_refusals: Sequence[str] = (),
+    cwd: str = "",
 ) -> tuple[Failure, ...]:
     """Return the failures among workers that have exited, the root cause first.
 
@@ -138,7 +142,7 @@ async def collect_failures(
     `_is_reason`) is a note.
 
     `results` has, by local rank, how functions ended.  The stop of the group began at `stopped_at`,
-    in Unix seconds; `oom_before` was read when the attempt began.
+    in Unix seconds; `oom_before` was read when the attempt began.  The workers ran in `cwd`.
     """
     failures = []
     culprits: dict[int, WorkerRecord] = {}  # by order
@@ -156,10 +160,9 @@ async def collect_failures(
         if worker.hang and not is_own:
             error = None  # of its stop
         is_victim = worker.is_victim and not is_own and not worker.hang
-        lines: list[str] = []
         if not is_victim:
             culprits[worker.order] = worker
-            worker.stderr_tail, lines = await _run(worker, _read_own_tail, worker)
+        lines = [] if is_victim else await _read_end(worker, cwd)
         failure = Failure(
             rank=worker.ranks.rank,
             local_rank=worker.ranks.local_rank,
@@ -206,7 +209,7 @@ def _last_lines(lines: Sequence[str]) -> tuple[str, ...]:
 
 def _with_reason(failure: Failure, stderr: Sequence[str], oom_kills: str) -> Failure:
     message = failure.error.message if failure.error else failure.message
-    reason, cause = _explain(failure.status, message, stderr, oom_kills)
+    reason, cause = _explain(failure.status, message, before_dump(stderr), oom_kills)
     return replace(failure, reason=reason, cause=cause)
 
 
@@ -253,7 +256,7 @@ def _explain_now(worker: WorkerRecord) -> tuple[str, str]:
     _, lines = _read_tail(worker.logs.stderr.path, worker.unkept)
     is_reason = error is not None and _is_reason(worker, error, worker.exited_at - written_at)
     message = error.message if error and is_reason else worker.expired_timer
-    return _explain(worker.status, message, _own_lines(worker, lines))
+    return _explain(worker.status, message, before_dump(_own_lines(worker, lines)))
 
 
 def _end_of_file(path: str | None, size: int) -> bytes:
@@ -289,6 +292,18 @@ def _read_tail(path: str | None, unkept: bytes) -> tuple[str, list[str]]:
         return text, plain_lines(text)
     longer = map(_shorten, _end_of_file(path, _LONG_BYTES).split(b"\n"))
     return text, plain_lines(_end_of_text(b"\n".join(longer), unkept))
+
+
+async def _read_end(worker: WorkerRecord, cwd: str) -> list[str]:
+    """Return what a worker has written at its end, and note its core file."""
+    worker.stderr_tail, lines = await _run(worker, _read_own_tail, worker)
+    if worker.status.signal in _DUMPING:
+        from elastic_aio.agent.core_file import core_note  # few workers crash
+
+        since = worker.exited_at - worker.duration - _CLOCK_S
+        if note := await run_in_thread(core_note, worker.pid, cwd, since, daemon=True):
+            worker.notes += (note,)
+    return lines
 
 
 def _read_own_tail(worker: WorkerRecord) -> tuple[str, list[str]]:

@@ -250,6 +250,8 @@ def worker_env(spec: LaunchSpec, nproc: int, own: Mapping[str, str]) -> dict[str
     # Python writes at once what it prints, so that a kill loses none of it: also in what a command
     # starts, where `-u` does not reach.
     defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "PYTHONUNBUFFERED": "1"}
+    # A crash (SIGSEGV, SIGABRT, SIGBUS, SIGFPE, SIGILL) leaves its stack on standard error.
+    defaults["PYTHONFAULTHANDLER"] = "1"
     if nproc > 1:
         defaults["OMP_NUM_THREADS"] = "1"
     return {**defaults, **without_channels(os.environ), **spec.env, **own}

@@ -378,6 +378,7 @@ class WorkerGroup:
             stopped_at=self._stopped_at,
             oom_before=self._oom_before,
             store_refusals=self._runtime.master_ports.refusals,
+            cwd=self._runtime.spec.cwd or "",
         )
         statuses = {failure.local_rank: failure.status for failure in failures}
         if self.start_error is not None:

@@ -509,3 +509,39 @@ def test_the_place_of_a_disk(tmp_path: Path) -> None:
     place = mount_point(str(tmp_path))
     assert os.path.ismount(place)
     assert str(tmp_path).startswith(place)
+
+
+DUMP = b"""Fatal Python error: Aborted
+
+Current thread 0x00007f4f6587bb80 (most recent call first):
+  File "train.py", line 4 in crash
+"""
+WHAT = b"""terminate called after throwing an instance of 'c10::DistBackendError'
+  what():  NCCL watchdog: Connection closed by peer
+frame #0: here
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (WHAT, "C++ exception: NCCL watchdog: Connection closed by peer"),
+        (b"malloc(): corrupted top size\n", "malloc(): corrupted top size"),
+    ],
+)
+async def test_stacks_do_not_hide_why_a_library_aborts(
+    tmp_path: Path, said: bytes, reason: str
+) -> None:
+    case = Case(tmp_path)
+    case.worker(ExitStatus(signal=6), stderr=said + DUMP)
+    (failure,) = await case.failures()
+    assert failure.reason == reason_now(case.workers[0]) == reason
+    assert is_lost_peer_now(case.workers[0]) == (said == WHAT)
+    assert "line 4 in crash" in failure.stderr_tail[-1]
+
+
+async def test_an_abort_without_words_has_its_stacks(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    case.worker(ExitStatus(signal=6), stderr=DUMP)
+    (failure,) = await case.failures()
+    assert failure.summary.endswith(": killed by SIGABRT: Fatal Python error: Aborted")
