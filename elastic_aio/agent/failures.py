@@ -438,7 +438,8 @@ def _full_disk_note(stream: StreamPlan, path: str) -> str:
     note = f"the disk of its log file is full: {mount_point(path)} ({path})"
     if stream.is_relayed:
         return note
-    return f"{note}; the file ends after {os.stat(path).st_size} bytes, what followed is lost"
+    size = counted(os.stat(path).st_size, "byte")
+    return f"{note}; the file ends after {size}, what followed is lost"
 
 
 def is_full(path: str) -> bool:

@@ -20,6 +20,7 @@ from typing import Final
 from msgspec import Struct
 
 from elastic_aio.errors import SpecError
+from elastic_aio.text import counted
 
 Cpus = frozenset[int]
 
@@ -86,7 +87,7 @@ def bind_workers(
     if mode == "cpu":
         return _divide_cpus(topology, usable, nproc)
     if nproc > len(device_nodes):
-        problem = f"needs a device for each of the {nproc} workers, not {len(device_nodes)}"
+        problem = f"needs a device for each of {counted(nproc, 'worker')}, not {len(device_nodes)}"
         raise SpecError("numa_binding", mode, f"{problem}; 'cpu' needs none")
     bound = []
     for index in range(nproc):
@@ -117,7 +118,7 @@ def _of_socket(topology: Topology, node: int) -> Cpus:
 def _share_of_cores(topology: Topology, cpus: Cpus, node: int, position: int, parts: int) -> Cpus:
     cores = _groups(topology.cores, cpus)
     if len(cores) < parts:
-        problem = f"NUMA node {node} has {len(cores)} usable cores for {parts} devices"
+        problem = f"NUMA node {node} has {counted(len(cores), 'usable core')} for {parts} devices"
         raise SpecError("numa_binding", "exclusive", problem)
     return _part(cores, position, parts)
 

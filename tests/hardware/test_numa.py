@@ -99,6 +99,8 @@ def test_exclusive_counts_devices_without_a_worker(smt: Topology) -> None:
 def test_exclusive_needs_a_core_for_each_device(smt: Topology) -> None:
     with pytest.raises(SpecError, match=r"NUMA node 0 has 4 usable cores for 5 devices"):
         bound("exclusive", smt, [0] * 5)
+    with pytest.raises(SpecError, match=r"NUMA node 0 has 1 usable core for 2 devices"):
+        bound("exclusive", smt, [0, 0], allowed={1})
 
 
 def test_core_complex_takes_one_cache_each_and_starts_again(tmp_path: Path) -> None:
@@ -121,7 +123,7 @@ def test_only_allowed_cpus_are_given_out(smt: Topology) -> None:
 
 
 def test_every_worker_needs_a_device(smt: Topology) -> None:
-    with pytest.raises(SpecError, match="needs a device for each of the 2 workers, not 1; 'cpu'"):
+    with pytest.raises(SpecError, match="needs a device for each of 2 workers, not 1; 'cpu'"):
         bound("node", smt, [0], nproc=2)
 
 
