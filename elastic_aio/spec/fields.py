@@ -16,8 +16,10 @@ class, which would be a twentieth of a start, and both keep an argument as it is
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
+import itertools
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Self, TypeVar, dataclass_transform
@@ -184,6 +186,25 @@ class _Signature:
         return _signature_of(owner)
 
 
+class _Doc:
+    """Adds the texts of the fields to that of the class, from its source: for `help()`."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __get__(self, value: object, owner: type[SpecValue]) -> str:
+        try:
+            (tree,) = ast.parse(inspect.getsource(owner)).body
+        except (OSError, SyntaxError, TypeError):
+            return self._text  # no source, or that of a class within a function
+        text = f"{inspect.cleandoc(self._text)}\n\nFields:"
+        for item, doc in itertools.pairwise(getattr(tree, "body", ())):
+            match item, doc:
+                case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(about))):
+                    text += f"\n    {name}: " + inspect.cleandoc(about).replace("\n", "\n        ")
+        return text
+
+
 def _refuse(owner: type[SpecValue], args: tuple[Any, ...], given: dict[str, Any]) -> None:
     try:
         _signature_of(owner).bind(*args, **given)
@@ -236,6 +257,8 @@ class SpecValue:
             ]
         if prefix is not None:
             cls.__spec_prefix__ = prefix
+        doc: Any = cls.__doc__ and _Doc(cls.__doc__)
+        cls.__doc__ = doc
 
     if not TYPE_CHECKING:  # type checkers make the signature of each class
 

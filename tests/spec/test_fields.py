@@ -6,6 +6,8 @@ import copy
 import dataclasses
 import inspect
 import pickle
+import pydoc
+import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -25,7 +27,15 @@ from elastic_aio.cli.options import fields_from
 from elastic_aio.outcome import Failure
 from elastic_aio.plugins import LogLayout
 from elastic_aio.spec.checks import OneOf, Seconds, UsageError, Whole, checked_items
-from elastic_aio.spec.fields import Converted, Option, SpecValue, all_fields, changed_fields, field
+from elastic_aio.spec.fields import (
+    Converted,
+    Option,
+    SpecValue,
+    all_fields,
+    changed_fields,
+    field,
+    spec_fields,
+)
 from elastic_aio.spec.restart import RestartAction
 
 
@@ -196,3 +206,17 @@ def test_changed_fields_are_comparable_texts() -> None:
         "rendezvous.join_timeout": "1.5",
         "rendezvous.keep_workers": "False",
     }
+
+
+@pytest.mark.parametrize("owner", [LaunchSpec, LogSpec, RendezvousSpec, RestartPolicy, StopPlan])
+def test_help_has_the_text_of_each_field(owner: type[SpecValue]) -> None:
+    shown = pydoc.plain(pydoc.render_doc(owner))
+    for name in spec_fields(owner):
+        assert re.search(rf"^ \|      {name}: \S", shown, re.MULTILINE), name
+
+
+def test_a_class_without_its_source_has_its_own_text() -> None:
+    namespace: dict[str, Any] = {"SpecValue": SpecValue, "field": field}
+    exec('class Mine(SpecValue):\n    """Mine."""\n    size: int = field(default=1)', namespace)
+    assert namespace["Mine"].__doc__ == "Mine."
+    assert LaunchSpec.__doc__ != LogSpec.__doc__
