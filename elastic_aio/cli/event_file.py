@@ -45,10 +45,11 @@ class EventFile:
         with suppress(FileNotFoundError):  # a stat(2) for each event: they are rare
             if os.path.samestat(os.stat(self._path), self._status):
                 return
-        descriptor = os.open(self._path, _FLAGS, _MODE)
+        # Another user may have made a link or file of this name since, as in /tmp.
+        descriptor = os.open(self._path, _FLAGS | os.O_NOFOLLOW, _MODE)
         try:
             status = os.fstat(descriptor)
-            if stat.S_ISREG(status.st_mode):
+            if stat.S_ISREG(status.st_mode) and status.st_uid in (os.geteuid(), 0):
                 self._sink.reopen(descriptor)
                 self._status = status
         finally:

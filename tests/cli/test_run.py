@@ -285,6 +285,22 @@ def test_events_follow_the_name_of_their_file(tmp_path: Path, run_here: RunHere)
     assert numbers == list(range(len(numbers)))
 
 
+@pytest.mark.parametrize("other", ["ln -s {}/precious events.jsonl", "mkfifo events.jsonl"])
+def test_events_go_into_no_file_of_others(tmp_path: Path, run_here: RunHere, other: str) -> None:
+    """As in /tmp, where another user may take a name that has become free."""
+    (tmp_path / "precious").write_text("mine")
+    path = tmp_path / "events.jsonl"
+    # In one step: the launcher must not make the file in between.
+    script = (
+        f"cd {tmp_path} && mkdir new && cd new && {other.format(tmp_path)} && cd .. &&"
+        " ln events.jsonl moved && mv new/events.jsonl ."
+    )
+    assert run_here("--events", path, *BASH, script).code == 0
+    assert (tmp_path / "precious").read_text() == "mine"
+    events = [event_from_json(line) for line in (tmp_path / "moved").read_bytes().splitlines()]
+    assert isinstance(events[-1], JobFinished)
+
+
 def test_events_stay_in_a_file_that_standard_error_has_too(tmp_path: Path) -> None:
     """It is not taken away from the console."""
     path, moved = tmp_path / "both", tmp_path / "moved"
