@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from elastic_aio.errors import JobEnded as JobEnded
     from elastic_aio.errors import JobFailed as JobFailed
     from elastic_aio.errors import JobNotFound as JobNotFound
+    from elastic_aio.errors import JobPreempted as JobPreempted
     from elastic_aio.errors import JobStopped as JobStopped
     from elastic_aio.errors import RendezvousFailed as RendezvousFailed
     from elastic_aio.errors import SpawnError as SpawnError
@@ -96,6 +97,7 @@ if TYPE_CHECKING:
     from elastic_aio.spec.restart import RestartAction as RestartAction
     from elastic_aio.spec.restart import RestartPolicy as RestartPolicy
     from elastic_aio.spec.restart import RestartWindow as RestartWindow
+    from elastic_aio.spec.stop import PreemptionSpec as PreemptionSpec
     from elastic_aio.spec.stop import SignalSpec as SignalSpec
     from elastic_aio.spec.stop import StopPlan as StopPlan
     from elastic_aio.spec.stop import StopScope as StopScope
@@ -135,8 +137,8 @@ else:
             "elastic_aio.agent.event_log": "EventListener",
             "elastic_aio.aio": "EventReader",
             "elastic_aio.errors": """
-                AgentUnreachable ControlError JobNotFound StoreClosed StoreLost StoreRefused
-                StoreTimeout
+                AgentUnreachable ControlError JobNotFound JobPreempted StoreClosed StoreLost
+                StoreRefused StoreTimeout
             """,
             "elastic_aio.event_json": "event_from_json event_to_json",
             "elastic_aio.http.server": "StatusServer",
@@ -152,7 +154,7 @@ else:
             "elastic_aio.spec.logs": "Std StdMap",
             "elastic_aio.spec.rendezvous": "EngineSpec",
             "elastic_aio.spec.restart": "Backoff Decide NodeLosses RestartAction RestartWindow",
-            "elastic_aio.spec.stop": "StopScope StopStep",
+            "elastic_aio.spec.stop": "PreemptionSpec StopScope StopStep",
             "elastic_aio.spec.tls": "TlsSpec",
             "elastic_aio.stacks": "StackDump StackFrame ThreadStack WorkerStacks",
         },

@@ -158,5 +158,9 @@ class JobStopped(JobEnded):
     """A signal or `Agent.stop()` ended the job before its workers were done."""
 
 
+class JobPreempted(JobStopped):
+    """The job was preempted: its workers had notice, and have ended; run the job again."""
+
+
 class InternalError(ElasticAioError):
     """The library violated one of its own invariants; please report the message."""

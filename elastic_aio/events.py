@@ -241,6 +241,25 @@ class StopRequested(Event, frozen=True, kw_only=True):
         return f"stopping the workers ({self.plan}): {self.reason}"
 
 
+class PreemptionNotice(Event, frozen=True, kw_only=True):
+    """The job is about to be preempted: its workers may save until then, and none is restarted."""
+
+    why: str
+    """The signal or the request, and on which node if there are several."""
+    time_left: float
+    """Seconds until the workers that still run are stopped by the stop plan."""
+
+    @property
+    def countdown(self) -> tuple[str, float | None, str]:
+        return "preempted: the workers are stopped in ", self.time_left, ""
+
+    def _change(self, status: StatusTracker) -> None:
+        status.enter(status.phase, self.time, f"preemption: {self.why}")
+
+    def _text(self) -> str:
+        return f"preemption: the workers are stopped in {self.time_left:.3g} s: {self.why}"
+
+
 class LeftoversFound(Event, frozen=True, kw_only=True):
     """The workers have succeeded, and processes that they have started (`pids`) still run.
 

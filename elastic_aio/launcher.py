@@ -41,8 +41,9 @@ async def launch(
     Args:
         signals: whether this launch handles the process's signals: True for the defaults of
             `SignalSpec`.  SIGTERM, SIGINT, SIGHUP and SIGQUIT then stop the job by its plan (a
-            second signal kills it), SIGUSR1 and SIGUSR2 are forwarded to the workers, SIGTSTP
-            suspends the job.  Needs the main thread; the former handlers are restored afterwards.
+            second signal kills it), that of `spec.preemption` is a notice, SIGUSR1 and SIGUSR2 are
+            forwarded to the workers, SIGTSTP suspends the job.  Needs the main thread; the former
+            handlers are restored afterwards.
         console, listeners, adopt_orphans, control: as for an `Agent`.
 
     Returns:
@@ -51,7 +52,7 @@ async def launch(
     Raises:
         JobFailed: the workers failed and no restart is left.
         RendezvousFailed: the nodes of the job did not form a round.
-        JobStopped: a signal ended the job.
+        JobStopped: a signal ended the job; as `JobPreempted`, a preemption.
         SpecError: a setting does not fit this host.
         HostError: the host or this process lacks something that the job needs.
         RuntimeError: the running event loop is not asyncio's, but trio's for example.
@@ -69,14 +70,17 @@ async def launch(
     chosen = SignalSpec() if signals is True else signals
     if not isinstance(chosen, SignalSpec):
         raise SpecError("signals", signals, "must be True, False or a SignalSpec")
-    with receive_signals(chosen) as received:
+    with receive_signals(chosen, spec.preemption.signals) as received:
         return await supervise_agent(agent, chosen, received)
 
 
-def receive_signals(chosen: SignalSpec) -> ReceivedSignals:
-    """Return the signals that `supervise` handles; signals for workers are never sent again."""
-    received = ReceivedSignals([*chosen.stop, *chosen.forward, signal.SIGTSTP])
-    received.discard(chosen.forward)
+def receive_signals(chosen: SignalSpec, notices: frozenset[int]) -> ReceivedSignals:
+    """Return the signals that `supervise` handles; signals for workers are never sent again.
+
+    `notices`: the signal of the spec that gives notice of a preemption, if there is one.
+    """
+    received = ReceivedSignals([*chosen.stop, *chosen.forward, *notices, signal.SIGTSTP])
+    received.discard(chosen.forward | notices)
     return received
 
 
@@ -94,7 +98,8 @@ async def supervise_agent(
     async with agent:
 
         def on_stop(number: int) -> None:
-            received.discard(chosen.forward | chosen.stop)  # this signal is handled
+            # This signal is handled.
+            received.discard(chosen.forward | chosen.stop | agent.spec.preemption.signals)
 
         handling = handle_signals(agent, chosen, received, on_stop)
         handler = create_task(handling, name="handle signals")
@@ -109,13 +114,21 @@ async def handle_signals(
     agent: Agent, chosen: SignalSpec, received: ReceivedSignals, on_stop: Callable[[int], object]
 ) -> None:
     """Suspend, forward, stop or kill as a signal requires; `on_stop` gets the first that stops."""
-    driver, first = driver_of(agent), 0
+    driver, first, notices = driver_of(agent), 0, agent.spec.preemption.signals
     async for number in received:
         if number == signal.SIGTSTP:
             try:
                 await driver.suspend_while(partial(received.suspend_process, time.monotonic()))
             except OSError:
                 continue  # no descriptor is left to scan /proc with: the job goes on
+        elif (
+            number in notices
+            and not first
+            and agent.preempt(reason=f"{signal_name(number)} was received")
+        ):
+            pass  # the workers have the notice
+        elif number in notices - chosen.stop:
+            pass  # they have had it
         elif number in chosen.forward:
             driver.forward(number, is_for_all=chosen.unhandled == "kill")
         elif first:

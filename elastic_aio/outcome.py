@@ -31,6 +31,11 @@ _SIGRTMIN, _SIGRTMAX = 34, 64
 SIGKILL: Final = SIGNAL_NUMBERS["SIGKILL"]
 SIGTERM: Final = SIGNAL_NUMBERS["SIGTERM"]
 
+PREEMPTED_CODE: Final = 85
+"""Exit code of a preempted job: ERESTART of errno(3), HTCondor's code for "run it again"."""
+PREEMPTION_CHANGE: Final = 1 << 30
+"""Number of the pending change that is a preemption: above those of all others."""
+
 
 def signal_name(number: int) -> str:
     """Return the name of a signal, such as `SIGTERM` or `SIGRTMIN+2`, else `signal 99`."""
@@ -230,6 +235,8 @@ class JobState(StrEnum):
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     STOPPED = "stopped"
+    PREEMPTED = "preempted"
+    """It was given notice of a preemption, and its workers have ended; to be run again."""
 
 
 class EndCause(StrEnum):
@@ -265,13 +272,18 @@ class JobOutcome(Value, frozen=True):
     cause: EndCause | None = None
 
 
+def preempted(why: str, restarts: int = 0) -> JobOutcome:
+    """Return the outcome of a job that is preempted because of `why`."""
+    return JobOutcome(JobState.PREEMPTED, why, PREEMPTED_CODE, restarts)
+
+
 class LaunchResult(Value, frozen=True):
     """How a job ended, with every attempt and what the functions returned."""
 
     run_id: str
     """Identifier of the run."""
     state: JobState
-    """Succeeded, failed or stopped."""
+    """Succeeded, failed, stopped or preempted."""
     reason: str
     """The rule or request that ended the job, in one line."""
     exit_code: int

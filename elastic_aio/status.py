@@ -24,14 +24,15 @@ PHASES: Final = (
     "succeeded",
     "failed",
     "stopped",
+    "preempted",
 )
-"""What the job on this node is doing.  The last three are final: the states of `JobState`."""
+"""What the job on this node is doing.  The last four are final: the states of `JobState`."""
 
 WORKER_STATES: Final = ("running", "succeeded", "failed", "stopped")
 """States of a worker; "stopped" by the supervisor."""
 
 
-_FINAL: Final = PHASES[-3:]
+_FINAL: Final = PHASES[-4:]
 
 
 class WorkerStatus(Struct, frozen=True):
@@ -85,7 +86,7 @@ class JobStatus(Struct, frozen=True, kw_only=True):
     """Number of the last event that is taken into account: a cursor for `Agent.events`."""
     phase: str = "starting"
     """One of `starting`, `forming` (waiting for nodes), `standby`, `running`, `stopping`,
-    `restarting`, and at the end `succeeded`, `failed` and `stopped`."""
+    `restarting`, and at the end `succeeded`, `failed`, `stopped` and `preempted`."""
     since: float = 0.0
     """Unix seconds since when the job is in this phase."""
     reason: str = ""

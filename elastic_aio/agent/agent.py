@@ -25,13 +25,14 @@ from elastic_aio.agent.preflight import (
 )
 from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.aio import EventReader, running_loop, wait_shielded
-from elastic_aio.errors import JobFailed, JobStopped, RendezvousFailed, SpecError
+from elastic_aio.errors import JobFailed, JobPreempted, JobStopped, RendezvousFailed, SpecError
 from elastic_aio.events import ControlUnavailable, Event
 from elastic_aio.logs.console import ConsoleTarget
 from elastic_aio.outcome import JobState, LaunchResult
 from elastic_aio.process.children import Spawner, command_spawner
 from elastic_aio.process.rusage import with_usage
 from elastic_aio.spec.checks import (
+    check_number,
     checked_console,
     checked_integer,
     checked_items,
@@ -265,7 +266,7 @@ class Agent:
         Raises:
             JobFailed: the workers failed and no restart is left.
             RendezvousFailed: the nodes of the job did not come together.
-            JobStopped: a signal or `stop` ended the job.
+            JobStopped: a signal or `stop` ended the job; as `JobPreempted`, a preemption.
             HostError: this node lacks something that the rendezvous needs.
             Exception: raised by `restart.decide`.
         """
@@ -281,6 +282,8 @@ class Agent:
             raise RendezvousFailed(f"{self.spec.name} failed: {result.reason}", result)
         if result.state is JobState.FAILED:
             raise JobFailed(_failed_message(self.spec, result), result)
+        if result.state is JobState.PREEMPTED:
+            raise JobPreempted(f"{self.spec.name} was preempted: {result.reason}", result)
         if result.state is JobState.STOPPED:
             raise JobStopped(f"{self.spec.name} was stopped: {result.reason}", result)
         return result
@@ -305,6 +308,30 @@ class Agent:
         number = None if signal is None else signal_number("signal", signal)
         self._started_driver.request_stop(reason, number)
         return asyncio.shield(self._started_driver.done)
+
+    def preempt(
+        self, *, seconds: float | None = None, reason: str = "a preemption was requested"
+    ) -> bool:
+        """Give the workers of all nodes notice that the job is about to be preempted.
+
+        They see it by `elastic_aio.worker.pending_change`, and may save; none is restarted.  When
+        all have ended, or at the deadline by the stop plan, the job ends and `wait` raises
+        `JobPreempted`.
+
+        Args:
+            seconds: until the deadline; None for that of `LaunchSpec.preemption`.
+            reason: for the events and the result.
+
+        Returns:
+            Whether this was the first notice; a further one changes nothing.
+
+        Raises:
+            SpecError: the number of seconds is negative, or no number.
+        """
+        if seconds is not None:
+            check_number("seconds", seconds, at_least=0)
+        text = checked_part("reason", reason, kind=str)
+        return self._started_driver.request_preemption(text, seconds)
 
     async def restart(self, reason: str = "a restart was requested") -> bool:
         """Replace the present attempt by another one, on all nodes of the job.

@@ -20,6 +20,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from functools import partial
 from signal import SIGCONT, SIGSTOP
 from typing import TYPE_CHECKING, Any, Protocol
@@ -43,8 +44,10 @@ from elastic_aio.agent.machine import (
     GroupStarted,
     GroupStopped,
     Input,
+    PreemptionReceived,
     Publish,
     RestartReceived,
+    ShowNotice,
     Start,
     StartFailed,
     StartGroup,
@@ -52,6 +55,7 @@ from elastic_aio.agent.machine import (
     StopReceived,
     WorkerEnded,
     WorkerHung,
+    WorkersAgreed,
 )
 from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.agent.worker_group import WorkerGroup
@@ -62,10 +66,12 @@ from elastic_aio.aio import (
     run_shielded,
     separate_in_forks,
     wait_shielded,
+    wall_clock,
 )
 from elastic_aio.errors import HostError, SpawnError
 from elastic_aio.events import JobFinished, JobStarted, LostJobFound, SignalForwarded
 from elastic_aio.outcome import (
+    PREEMPTION_CHANGE,
     SIGTERM,
     AttemptResult,
     ExitStatus,
@@ -162,6 +168,8 @@ class Driver:
         self._abandoned: set[asyncio.Task[Any]] = set()
         self._waiting: asyncio.Task[Any] | None = None
         self._stopping: asyncio.Task[Any] | None = None
+        self._has_shown_notice = False
+        runtime.liveness.on_agreed = self.on_agreed
 
     def __repr__(self) -> str:
         return f"<Driver of run {self._runtime.run_id}: {self._machine!r}>"
@@ -238,6 +246,16 @@ class Driver:
     def request_restart(self, reason: str) -> None:
         self.receive(RestartReceived(reason))
 
+    def request_preemption(self, reason: str, seconds: float | None = None) -> bool:
+        """Give notice of a preemption in so many seconds, by default the spec's, but only once.
+
+        Return whether this was the first notice.
+        """
+        left = self._runtime.spec.preemption.deadline if seconds is None else seconds
+        is_first = self._machine.notice is None
+        self.receive(PreemptionReceived(reason, wall_clock() + left, left))
+        return is_first
+
     def kill(self, reason: str = "", stop: StopReceived | None = None) -> None:
         """Shorten every stop to SIGKILL because of `reason`, and end the job by `stop`."""
         why = "an immediate stop was requested"
@@ -292,7 +310,8 @@ class Driver:
         if self._is_handling or self.is_copy:
             return
         self._is_handling = True
-        if self.group is not None and not isinstance(received, EffectResult | RestartReceived):
+        kept = EffectResult | RestartReceived | PreemptionReceived
+        if self.group is not None and not isinstance(received, kept):
             # What follows does not wait for what workers have left.
             self.group.end_linger(received if isinstance(received, StopReceived) else None)
         try:
@@ -342,6 +361,10 @@ class Driver:
     def _on_hung(self, local_rank: int, why: str) -> None:
         self.receive(WorkerHung(self._current_group.attempt, local_rank, why))
 
+    def on_agreed(self, attempt: int, change: int) -> None:
+        """Note that all workers of an attempt agree to a pending change."""
+        self.receive(WorkersAgreed(attempt, change))
+
     async def dump(self, reason: str) -> StackDump:
         return await self._runtime.liveness.dump(reason)
 
@@ -366,8 +389,21 @@ class Driver:
                 self._waiting = self._run(effect, self._back_off(effect))
             case CancelBackOff():
                 self._cancel_waiting()
+            case ShowNotice(until):
+                self._show_notice(until)
             case Finish():
                 self._run(effect, self._finish(effect))
+
+    def _show_notice(self, until: float | None) -> None:
+        """Show the workers a preemption, by a file and by the signal of the spec; None: no more."""
+        from elastic_aio.worker.membership import PREEMPTION, PendingChange, write_pending_change
+
+        self._has_shown_notice = until is not None
+        change = None if until is None else PendingChange(PREEMPTION, until, PREEMPTION_CHANGE)
+        with suppress(OSError):  # the disk is full, and takes no checkpoint either
+            write_pending_change(self._runtime.change_file, change)
+        if until is not None and (signal := self._runtime.spec.preemption.forward) is not None:
+            self.forward(signal, is_for_all=False)
 
     def _run(self, effect: Effect, work: Coroutine[Any, Any, Input | None]) -> asyncio.Task[Any]:
         task = create_task(work, name=f"{type(effect).__name__} of run {self._runtime.run_id}")
@@ -514,6 +550,8 @@ class Driver:
 
     async def _finish(self, effect: Finish) -> None:
         outcome = effect.outcome
+        if self._has_shown_notice:
+            self._show_notice(None)
         if self.group is not None:
             await self.group.close()
         if outcome.state is not JobState.FAILED:

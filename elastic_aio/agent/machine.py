@@ -39,6 +39,9 @@ A job of one node
   back-off; where an attempt is ending already, it changes nothing.
 * A stop ends the job in any phase.  If a failed attempt is being stopped, it replaces the restart;
   if none was granted, the job has failed.  If all workers have succeeded, so has the job.
+* A notice of a preemption ends the job likewise, but live workers run on until all have ended, in
+  any way, or have agreed, or its deadline has passed.  There is one notice, and none after a stop;
+  a stop after it shortens it.
 
 ::
 
@@ -48,6 +51,10 @@ A job of one node
     STARTING     GroupStarted                    RUNNING
     LIVE         the end of the group            STOPPING     StopGroup, see above
     LIVE         StopReceived, RestartReceived   STOPPING     StopGroup
+    LIVE         PreemptionReceived              the same     Publish, ShowNotice, BackOff
+    ..., then    WorkerEnded, the last           STOPPING     StopGroup (leftovers)
+    ..., then    WorkersAgreed, BackoffElapsed   STOPPING     StopGroup
+    STOPPING     GroupStopped, after a notice    DONE         Finish
     STOPPING     GroupStopped, all succeeded     DONE         Finish
     STOPPING     GroupStopped, a stop received   DONE         Finish
     STOPPING     GroupStopped, to be restarted   STARTING     StartGroup
@@ -60,7 +67,8 @@ A job of one node
     BACKING_OFF  BackoffElapsed                  STARTING     StartGroup
     BACKING_OFF  RestartReceived                 STARTING     CancelBackOff, StartGroup
     DECIDING,
-    BACKING_OFF  StopReceived                    DONE         CancelBackOff, Finish
+    BACKING_OFF  StopReceived,
+                 PreemptionReceived              DONE         CancelBackOff, Finish
 """
 
 from __future__ import annotations
@@ -73,8 +81,17 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from elastic_aio.errors import InternalError
-from elastic_aio.events import AttemptFailed, Event, Restarting
-from elastic_aio.outcome import SIGTERM, ExitStatus, Failure, JobOutcome, JobState, signal_name
+from elastic_aio.events import AttemptFailed, Event, PreemptionNotice, Restarting
+from elastic_aio.outcome import (
+    PREEMPTION_CHANGE,
+    SIGTERM,
+    ExitStatus,
+    Failure,
+    JobOutcome,
+    JobState,
+    preempted,
+    signal_name,
+)
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.restart import CAUSE_S, LEAVING_S, RestartAction, RestartBudget
 from elastic_aio.spec.stop import StopPlan
@@ -191,6 +208,17 @@ class StopReceived(Struct, frozen=True):
     plan: StopPlan | None = None
 
 
+class PreemptionReceived(Struct, frozen=True):
+    """The job is about to be preempted, because of `reason`: in `time_left` seconds, at `until`.
+
+    `until` is in Unix seconds.
+    """
+
+    reason: str
+    until: float
+    time_left: float
+
+
 class RestartReceived(Struct, frozen=True):
     """Another attempt of the job was requested, because of `reason`."""
 
@@ -233,7 +261,15 @@ EffectResult = (
 )
 """Results of effects.  Each carries its attempt number, so that a late result can be dropped."""
 
-Request = Start | StopReceived | RestartReceived | JoinFailed | InstructionReceived | LeftRendezvous
+Request = (
+    Start
+    | StopReceived
+    | PreemptionReceived
+    | RestartReceived
+    | JoinFailed
+    | InstructionReceived
+    | LeftRendezvous
+)
 
 Input = EffectResult | Request
 
@@ -294,6 +330,12 @@ class ShowChange(Struct, frozen=True):
     change: ChangePending
 
 
+class ShowNotice(Struct, frozen=True):
+    """Show the workers that the job is about to be preempted `until` then, in Unix seconds."""
+
+    until: float
+
+
 class NotePeers(Struct, frozen=True):
     """Begin the time in which the workers have to finish as the workers of other nodes have."""
 
@@ -347,6 +389,7 @@ Effect = (
     | CancelBackOff
     | Publish
     | ShowChange
+    | ShowNotice
     | NotePeers
     | Finish
     | Join
@@ -392,6 +435,8 @@ class AgentMachine(ABC):
         self._lost_peers = 0
         self._awaiting = ""  # the cause of this failure
         self._stop: StopReceived | None = None
+        self.notice: PreemptionReceived | None = None
+        self._has_notice = False  # the workers have it
         self._may_be_leaving = False
         self._start_failure: StartFailed | None = None
         self._failures: tuple[Failure, ...] = ()
@@ -430,7 +475,11 @@ class AgentMachine(ABC):
                 return self._on_start_failed(result)
             case WorkerHung():
                 why = f"local rank {result.local_rank}: {result.why}"
-                return self._on_failing(why) if self.phase in LIVE else []
+                is_open = self.phase in LIVE and not self._has_notice
+                return self._on_failing(why) if is_open else []
+            case WorkersAgreed() if self._has_notice:
+                is_agreed = self.phase in LIVE and result.change == PREEMPTION_CHANGE
+                return self._on_notice_agreed() if is_agreed else []
             case BackoffElapsed() if self._awaiting:
                 why, self._awaiting = self._awaiting, ""
                 return self._on_failing(why)
@@ -447,7 +496,7 @@ class AgentMachine(ABC):
         if self.phase is not AgentPhase.STARTING:
             return []
         self.phase = AgentPhase.RUNNING
-        return self._stop_when_all_succeeded()
+        return [*self._show_notice(), *self._stop_when_all_succeeded()]
 
     def _on_worker_ended(self, ended: WorkerEnded) -> list[Effect]:
         if self.phase in LIVE or self._stop is not None:
@@ -456,7 +505,8 @@ class AgentMachine(ABC):
             return []
         if not ended.status.is_success:
             why = f"local rank {ended.local_rank} failed ({ended.status})"
-            return self._on_loss(why) if ended.is_lost_peer else self._on_failing(why)
+            is_loss = ended.is_lost_peer or self._has_notice
+            return self._on_loss(why) if is_loss else self._on_failing(why)
         self._succeeded.add(ended.local_rank)
         if self._awaiting and self._have_all_ended:
             return self._on_failing(self._awaiting)
@@ -467,8 +517,8 @@ class AgentMachine(ABC):
         return self._on_failing(failed.message) if self.phase in LIVE else []
 
     def _on_failing(self, why: str) -> list[Effect]:
-        """Handle the first failure of a group."""
-        return self._stop_group(why)
+        """Handle the first failure of a group, or the end of a notice."""
+        return self._stop_group(why, leftovers_only=self._has_notice and self._have_all_ended)
 
     def _on_loss(self, why: str) -> list[Effect]:
         """Wait for the cause of the loss of a peer, if another worker may have it."""
@@ -479,6 +529,34 @@ class AgentMachine(ABC):
             return []
         self._awaiting = why
         return [BackOff(self.attempt, CAUSE_S)]
+
+    def _give_notice(self, notice: PreemptionReceived) -> list[Effect]:
+        """Publish a preemption; live workers have until its deadline to end."""
+        self.notice = notice
+        published = PreemptionNotice(
+            attempt=self.attempt, why=notice.reason, time_left=notice.time_left
+        )
+        if self.phase not in LIVE:
+            return [Publish(published)]
+        waiting: list[Effect] = [CancelBackOff()] if self._awaiting else []
+        self._has_notice, self._awaiting = True, "the job is preempted"
+        back_off = BackOff(self.attempt, notice.time_left)
+        return [*waiting, Publish(published), *self._show_notice(), back_off]
+
+    def _show_notice(self) -> list[Effect]:
+        """Show the notice, if there is one, once all workers have been started."""
+        if self.notice is None or self.phase is not AgentPhase.RUNNING:
+            return []
+        return [ShowNotice(self.notice.until)]
+
+    def _on_notice_agreed(self) -> list[Effect]:
+        """Handle that all workers which run wait for nothing more."""
+        return self._on_failing("all workers agree to the preemption")
+
+    @property
+    def _is_ending(self) -> bool:
+        """Whether no attempt may follow."""
+        return self._stop is not None or self.notice is not None
 
     def _stop_when_all_succeeded(self) -> list[Effect]:
         if self.phase is not AgentPhase.RUNNING or not self._all_succeeded:
@@ -583,6 +661,8 @@ class SingleNodeMachine(AgentMachine):
             return self._on_stop_received(request)
         if isinstance(request, RestartReceived):
             return self._on_restart_received(request)
+        if isinstance(request, PreemptionReceived):
+            return self._on_preemption_received(request)
         if not isinstance(request, Start):
             raise self._impossible("a rendezvous")
         if self.phase is not AgentPhase.NEW:
@@ -615,7 +695,17 @@ class SingleNodeMachine(AgentMachine):
             return [CancelBackOff(), *self._finish_stopped()]
         return [] if self.phase is AgentPhase.STOPPING else self._finish_stopped()
 
+    def _on_preemption_received(self, notice: PreemptionReceived) -> list[Effect]:
+        if self._is_ending:
+            return []
+        effects = self._give_notice(notice)
+        if self.phase in (AgentPhase.DECIDING, AgentPhase.BACKING_OFF):
+            return [*effects, CancelBackOff(), *self._finish_stopped()]
+        return effects
+
     def _on_restart_received(self, restart: RestartReceived) -> list[Effect]:
+        if self.notice is not None:
+            return []
         if self.phase in LIVE:
             self._restart = restart
             return self._stop_group(restart.reason)
@@ -632,12 +722,14 @@ class SingleNodeMachine(AgentMachine):
         return super()._on_failing(why)
 
     def _on_group_stopped(self, stopped: GroupStopped) -> list[Effect]:
+        if self._has_notice:
+            return self._finish_stopped()
         if not stopped.failures:
             return self._finish_without_failure(has_survivors=stopped.has_survivors)
         can_follow = not (stopped.has_survivors or self._budget.is_exhausted(self._uptime))
         if not self._may_be_leaving or not can_follow:
             return self._judge(has_survivors=stopped.has_survivors)
-        if self._stop is not None:
+        if self._is_ending:
             return self._finish_stopped()
         self.phase = AgentPhase.DECIDING
         return [BackOff(self.attempt, LEAVING_S)]
@@ -653,7 +745,7 @@ class SingleNodeMachine(AgentMachine):
     def _finish_without_failure(self, *, has_survivors: bool) -> list[Effect]:
         if self._all_succeeded:
             return self._finish(JobState.SUCCEEDED, "all workers have finished", 0)
-        if self._stop is not None or self._restart is None:
+        if self._is_ending or self._restart is None:
             return self._finish_stopped()
         if has_survivors:
             return self._give_up(CANNOT_KILL)
@@ -668,7 +760,7 @@ class SingleNodeMachine(AgentMachine):
             return self._give_up(self._start_failure.why_permanent)
         if self._spec.restart.decide is None or self._budget.is_exhausted(self._uptime):
             return self._apply(RestartAction.DEFAULT)
-        if self._stop is not None:
+        if self._is_ending:
             return self._finish_stopped()
         self.phase = AgentPhase.DECIDING
         return [CallDecide(self.attempt, root)]
@@ -678,7 +770,7 @@ class SingleNodeMachine(AgentMachine):
         decision = self._budget.decide(root, action, self._uptime, now)
         if not decision.restart:
             return self._give_up(decision.why)
-        if self._stop is not None:
+        if self._is_ending:
             return self._finish_stopped()
         self._budget.record(now)
         self.attempt += 1
@@ -701,6 +793,9 @@ class SingleNodeMachine(AgentMachine):
         return self._finish(JobState.FAILED, why, self._exit_code_of_failure())
 
     def _finish_stopped(self) -> list[Effect]:
+        if self.notice is not None:
+            outcome = preempted(self.notice.reason)
+            return self._finish(outcome.state, outcome.why, outcome.exit_code)
         if self._stop is None:
             raise self._impossible("a stop that was not requested")
         return self._finish(JobState.STOPPED, *why_stopped(self._stop))

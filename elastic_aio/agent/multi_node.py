@@ -28,6 +28,10 @@ Rules
   or by SIGKILL if a stop has begun: the others start the next round without it.
 * EndJob ends the job here with the outcome of all nodes.
 * Once the end is decided, no instruction changes it.
+* A notice of a preemption, to this node or by the rendezvous, which passes it on, ends the rounds:
+  no further one is started, and no end of a worker is reported before all have ended here.  The
+  node then waits for the end of the job, for as long as other nodes may need to stop.  A node that
+  has had no place ends for itself.
 
 ::
 
@@ -70,6 +74,13 @@ Rules
     BARRIER    EndJob                            LEAVING   CancelBackOff, Leave
     IDLE       StopReceived, EndJob, JoinFailed  LEAVING   Leave
     LEAVING    LeftRendezvous, now or before     DONE      Publish, Finish
+    LIVE       PreemptionReceived (SendReport),
+               ChangePending: a preemption       the same  Publish, ShowNotice, BackOff
+    STOPPING   ...                               STOPPING  Publish
+    STOPPING   GroupStopped, after a notice      BARRIER   SendReport, StartBarrier
+    BARRIER,
+    IDLE       ...                               BARRIER   Publish, CancelBackOff, StartBarrier
+    IDLE       PreemptionReceived, no place      LEAVING   Leave
     any        RestartPending                    the same  Publish
     LIVE       ChangePending                     the same  Publish, ShowChange
     any other  ChangePending                     the same  Publish
@@ -101,6 +112,7 @@ from elastic_aio.agent.machine import (
     Leave,
     LeftRendezvous,
     NotePeers,
+    PreemptionReceived,
     Publish,
     Request,
     RestartReceived,
@@ -114,7 +126,7 @@ from elastic_aio.agent.machine import (
     why_stopped,
 )
 from elastic_aio.events import AttemptFailed, Event, Restarting
-from elastic_aio.outcome import SIGKILL, Failure, JobOutcome, JobState
+from elastic_aio.outcome import PREEMPTION_CHANGE, SIGKILL, Failure, JobOutcome, JobState, preempted
 from elastic_aio.rendezvous.base import (
     CUT_OFF_GRACE,
     ChangeAgreed,
@@ -124,6 +136,7 @@ from elastic_aio.rendezvous.base import (
     NodeDraining,
     PeersFinished,
     Placement,
+    PreemptionNoticed,
     RestartCause,
     RestartPending,
     RestartRequested,
@@ -143,6 +156,9 @@ from elastic_aio.spec.stop import StopPlan
 from elastic_aio.text import escape_surrogates
 
 _SUCCESS = "all workers have finished"
+
+_END_S = 30.0
+"""Seconds for which a node waits, beyond its own time, for other nodes that are preempted."""
 
 
 class MultiNodeMachine(AgentMachine):
@@ -175,8 +191,10 @@ class MultiNodeMachine(AgentMachine):
             case StopReceived():
                 return self._on_stop_received(request)
             case RestartReceived(reason):
-                is_open = self.phase in LIVE and self._finish is None
+                is_open = self.phase in LIVE and self._finish is None and self.notice is None
                 return [SendReport(RestartRequested(self.round, reason))] if is_open else []
+            case PreemptionReceived():
+                return self._on_preemption_received(request)
             case InstructionReceived(StopRound(why=why, is_cut_off=True)) if (
                 self.phase is AgentPhase.STOPPING
             ):
@@ -206,19 +224,23 @@ class MultiNodeMachine(AgentMachine):
                 return self._on_stop_round(instruction)
             case RestartPending(cause):
                 return [*self._publish_root(cause), *self._publish_restart(restarting_event(cause))]
+            case ChangePending(_, why, left, until=until) if until:
+                return self._take_notice(PreemptionReceived(why, until, left or 0.0))
             case ChangePending(round):
                 event = Publish(pending_event(instruction, self.attempt))
-                is_current = self.phase in LIVE and round == self.round
+                is_current = self.phase in LIVE and round == self.round and self.notice is None
                 return [event, ShowChange(instruction)] if is_current else [event]
             case PeersFinished(round):
                 self._peers = instruction
                 is_current = self.phase in LIVE and round == self.round
                 return [NotePeers(instruction)] if is_current else []
+            case EndJob(outcome) if self.notice is not None and outcome.is_rendezvous:
+                return self._end(Finish(preempted(self.notice.reason, self._restarts)))
             case EndJob(outcome):
                 return self._end(Finish(outcome))
 
     def _on_start_round(self, start: StartRound) -> list[Effect]:
-        if start.placement.round <= self._newest_round or self._stop is not None:
+        if start.placement.round <= self._newest_round or self._is_ending:
             return []
         self._newest_round = start.placement.round
         self._next = start
@@ -247,12 +269,45 @@ class MultiNodeMachine(AgentMachine):
         draining = [SendReport(NodeDraining(finish.outcome.why))] if is_draining else []
         return [*self._end(finish), *draining]
 
+    def _on_preemption_received(self, notice: PreemptionReceived) -> list[Effect]:
+        if self._finish is not None or self._is_ending:
+            return []
+        if self.round < 0 and self._next is None:
+            self.notice = notice
+            return self._end(Finish(preempted(notice.reason)))
+        change = ChangePending(
+            self.round, notice.reason, notice.time_left, PREEMPTION_CHANGE, notice.until
+        )
+        return [SendReport(PreemptionNoticed(change)), *self._take_notice(notice)]
+
+    def _take_notice(self, notice: PreemptionReceived) -> list[Effect]:
+        if self._is_ending:
+            return []
+        effects = self._give_notice(notice)
+        if self.phase in (AgentPhase.IDLE, AgentPhase.BARRIER):
+            effects += [*self._cancel_barrier(), *self._await_end()]
+        return effects
+
+    def _await_end(self) -> list[Effect]:
+        """Wait, after a notice, until other nodes have stopped their workers too."""
+        if self.notice is None:
+            return []
+        self.phase = AgentPhase.BARRIER
+        plan = self._spec.stop
+        timeout = self.notice.time_left + plan.grace + plan.reap_timeout + _END_S
+        return [StartBarrier(self.attempt, timeout)]
+
+    def _on_notice_agreed(self) -> list[Effect]:
+        return [SendReport(ChangeAgreed(self.round, PREEMPTION_CHANGE))]
+
     def _on_other_result(self, result: EffectResult) -> list[Effect]:
         if isinstance(result, WorkersAgreed) and self.phase in LIVE:
             return [SendReport(ChangeAgreed(self.round, result.change))]
         if not isinstance(result, BarrierTimedOut) or self.phase is not AgentPhase.BARRIER:
             return []
         self.phase = AgentPhase.IDLE
+        if self.notice is not None:
+            return self._end(Finish(preempted(self.notice.reason, self._restarts)))
         timeout = self._spec.rendezvous.exit_barrier_timeout
         others = "what has become of the others is not known"
         if timeout is not None:
@@ -267,12 +322,14 @@ class MultiNodeMachine(AgentMachine):
         return [SendReport(RoundStarted(self.round)), *super()._on_group_started(started)]
 
     def _on_failing(self, why: str) -> list[Effect]:
+        if self._has_notice:
+            return super()._on_failing(why)
         # Before the stop: the other nodes' workers wait for a worker that has exited.
         return [SendReport(RoundFailing(self.round, why)), *self._stop_group(why)]
 
     @property
     def _have_all_ended(self) -> bool:
-        return self._group_size == 1 and super()._have_all_ended
+        return (self._group_size == 1 or self._has_notice) and super()._have_all_ended
 
     def _stop_and_continue(self, why: str, plan: StopPlan | None = None) -> list[Effect]:
         """Stop the group if it runs, then follow the newest instruction."""
@@ -303,12 +360,16 @@ class MultiNodeMachine(AgentMachine):
             return self._leave_after_success(self._stop)
         if self._next is not None:
             return self._continue()
+        if self.notice is not None:
+            return self._await_end()
         self.phase = AgentPhase.BARRIER
         return [StartBarrier(self.attempt, self._spec.rendezvous.exit_barrier_timeout)]
 
     def _leave_after_success(self, stop: StopReceived) -> list[Effect]:
         why = why_stopped(stop)[0]
         finish = self._success(f"{_SUCCESS}; the others are not waited for: {why}")
+        if self.notice is not None:
+            finish = self._stopped(stop)
         return [SendReport(NodeDraining(why)), *self._end(finish, stays=True)]
 
     def _report_stopped(self, end: GroupStopped) -> list[Effect]:
@@ -340,13 +401,15 @@ class MultiNodeMachine(AgentMachine):
 
     def _continue(self) -> list[Effect]:
         """Follow the newest instruction; no group is running."""
-        if self._next is not None:
+        if self._next is not None and self.notice is None:
             return self._start_round(self._next.placement)
+        if self._next is not None:
+            self._next, self._stopped_round = None, self._newest_round
         self.phase = AgentPhase.IDLE
         if self._stopped_round <= self._reported_round:
-            return []
+            return self._await_end()
         self._reported_round = self._stopped_round
-        return [SendReport(RoundStopped(self._stopped_round))]
+        return [SendReport(RoundStopped(self._stopped_round)), *self._await_end()]
 
     def _start_round(self, placement: Placement) -> list[Effect]:
         self._next = None
@@ -389,7 +452,9 @@ class MultiNodeMachine(AgentMachine):
             self.phase = AgentPhase.LEAVING
             return self._leave(stays=stays)
         self.phase = AgentPhase.DONE
-        failures = _merge(finish.outcome.failures, self._failures)
+        # What workers do after a notice is no failure of the attempt.
+        own = () if self._has_notice else self._failures
+        failures = _merge(finish.outcome.failures, own)
         if finish.outcome.failures:
             finish = Finish(replace(finish.outcome, failures=failures), finish.error)
         return [*self._publish_failed(self.attempt, failures), finish]
@@ -401,6 +466,8 @@ class MultiNodeMachine(AgentMachine):
         return Finish(JobOutcome(JobState.SUCCEEDED, why, 0, self._restarts))
 
     def _stopped(self, stop: StopReceived) -> Finish:
+        if self.notice is not None:
+            return Finish(preempted(self.notice.reason, self._restarts))
         return Finish(JobOutcome(JobState.STOPPED, *why_stopped(stop), self._restarts))
 
     # ---------------------------------------------------------------- events

@@ -33,16 +33,22 @@ from elastic_aio.agent.machine import (
     StartBarrier,
     StopGroup,
     StopReceived,
-    WorkersAgreed,
 )
 from elastic_aio.agent.multi_node import MultiNodeMachine
 from elastic_aio.agent.runtime import LocalRuntime
-from elastic_aio.aio import cancel_and_wait, create_task, wait_forever
+from elastic_aio.aio import cancel_and_wait, create_task, wait_forever, wall_clock
 from elastic_aio.errors import HostError, SpecError
 from elastic_aio.events import Event
 from elastic_aio.node_events import RoundWaiting
 from elastic_aio.outcome import Failure, JobState
-from elastic_aio.rendezvous.base import AgentPort, Instruction, NodeInfo, Rendezvous, StartRound
+from elastic_aio.rendezvous.base import (
+    AgentPort,
+    ChangePending,
+    Instruction,
+    NodeInfo,
+    Rendezvous,
+    StartRound,
+)
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.restart import RestartAction, why_undecided
 from elastic_aio.worker.membership import PendingChange, write_pending_change
@@ -76,7 +82,6 @@ class MultiNodeDriver(Driver):
         self._stop_ends_at = 0.0  # end of the grace of this node's stop, by the runtime's clock
         self._is_member = self._shows_change = False
         self._decide_error: BaseException | None = None
-        runtime.liveness.on_agreed = self.on_agreed
 
     # ------------------------------------------------ calls of the rendezvous
 
@@ -87,6 +92,11 @@ class MultiNodeDriver(Driver):
             self.output.directory.note_job(self.rendezvous.job or self._runtime.run_id)
             if instruction.placement.span.group_rank == 0:
                 self._runtime.master_ports.claim(instruction.placement.master_port)
+        elif isinstance(instruction, ChangePending) and instruction.until:
+            # Its clock may have been set since, and the order may have taken long.
+            now = wall_clock()
+            left = max(0.0, min(instruction.until - now, instruction.time_left or 0.0))
+            instruction = replace(instruction, time_left=left, until=now + left)
         self.receive(InstructionReceived(instruction))
 
     def on_event(self, event: Event) -> None:
@@ -153,10 +163,6 @@ class MultiNodeDriver(Driver):
                 super()._perform(effect)
             case _:
                 super()._perform(effect)
-
-    def on_agreed(self, attempt: int, change: int) -> None:
-        """Note that all workers of an attempt agree to a pending change."""
-        self.receive(WorkersAgreed(attempt, change))
 
     def _show_change(self, why: str, time_left: float | None, number: int = 0) -> None:
         if time_left is None and not self._shows_change:

@@ -353,10 +353,9 @@ class LocalRuntime:
 
     @property
     def change_file(self) -> str:
-        """Path of the file that shows a pending change to workers; empty for none."""
+        """Path of the file that shows a pending change to workers; empty without a directory."""
         directory = self.output.directory.path
-        has_changes = self.spec.nnodes.maximum > 1 and directory is not None
-        return f"{directory}/pending_change" if has_changes else ""
+        return "" if directory is None else f"{directory}/pending_change"
 
     def environment(
         self,

@@ -1,9 +1,9 @@
 """`aio-elastic`: the command line.
 
 Exit codes: 0 success; the exit code of the root cause (128 + n for a signal) when the job
-failed; 128 + n when signal n stopped the job; 126 and 127 when a worker's command cannot be
-executed or found; 75 when the rendezvous failed; 2 for an invalid command line; 1 when the
-host lacks something that the job needs.
+failed; 128 + n when signal n stopped the job; 85 when it was preempted; 126 and 127 when a
+worker's command cannot be executed or found; 75 when the rendezvous failed; 2 for an invalid
+command line; 1 when the host lacks something that the job needs.
 """
 
 from __future__ import annotations

@@ -27,13 +27,18 @@ class ForcedExit:
     def __init__(self) -> None:
         self._count = 0
         self._numbers: set[int] = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM}
+        self._notices: set[int] = set()
 
-    def choose(self, numbers: Iterable[int]) -> None:
-        self._numbers = set(numbers)
+    def choose(self, numbers: Iterable[int], notices: Iterable[int] = ()) -> None:
+        """Choose the stop signals; the first of `notices` stops nothing yet."""
+        self._numbers, self._notices = set(numbers), set(notices)
 
     def note(self, number: int, frame: object = None) -> None:
         """Count a signal; called by its handler, in the main thread."""
         if number not in self._numbers:
+            return
+        if number in self._notices and not self._count:
+            self._notices.clear()
             return
         self._count += 1
         if self._count == 2:

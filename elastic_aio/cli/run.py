@@ -60,11 +60,12 @@ def main_run(request: RunRequest, *, owns_process: bool) -> int:
     except UsageError as error:
         return print_error("run", as_option_error(error, request.variables), 2)
     subreaper.owns_process = owns_process
+    notices = request.spec.preemption.signals
     notifier = _service_notifier() if owns_process else None
     try:
-        with use_pidfd_child_watcher(), receive_signals(request.signals) as received:
+        with use_pidfd_child_watcher(), receive_signals(request.signals, notices) as received:
             if owns_process:
-                forced_exit.choose(request.signals.stop)
+                forced_exit.choose(request.signals.stop, notices)
                 received.on_signal = forced_exit.note
             code = run_coroutine(
                 lambda: _run(request, events, level, received, make_handler, notifier),
@@ -141,7 +142,8 @@ async def _run(
         _write_error_file(error)
     finally:
         # The exit code is settled: later signals have no effect while the report is printed.
-        received.discard(request.signals.stop | request.signals.forward)
+        signals = request.signals
+        received.discard(signals.stop | signals.forward | request.spec.preemption.signals)
         if recorder is not None and (why := await recorder.close(_CONSOLE_PATIENCE)) is not None:
             printer.print(f"--events: some events are not written ({why})")
         await printer.drain(_CONSOLE_PATIENCE)

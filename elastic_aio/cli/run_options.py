@@ -39,7 +39,7 @@ from elastic_aio.spec.liveness import LivenessSpec
 from elastic_aio.spec.logs import ENTRY_POINTS, LogSpec, StdMap
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import RestartPolicy, RestartWindow
-from elastic_aio.spec.stop import SignalSpec, StopPlan, StopStep
+from elastic_aio.spec.stop import PreemptionSpec, SignalSpec, StopPlan, StopStep
 from elastic_aio.spec.tls import TlsSpec
 from elastic_aio.worker.context import SCHEDULERS, is_in_worker
 
@@ -294,6 +294,7 @@ def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunR
         **_torch_fields(env),
         "logs": logs,
         "stop": _stop_plan(values, env),
+        "preemption": PreemptionSpec(**fields_from(values, PreemptionSpec)),
         "liveness": LivenessSpec(**fields_from(values, LivenessSpec)),
         "python": env.get("PYTHON_EXEC") or None,
     }

@@ -198,6 +198,7 @@ _STYLES: Final = {
     "succeeded": "green",
     "failed": "bold red",
     "stopped": "yellow",
+    "preempted": "yellow",
     "stopping": "yellow",
     "restarting": "yellow",
 }

@@ -327,7 +327,8 @@ async def enter_run(
     Args:
         store: the whole store.
         job: in which this node took part last; empty for a new node.
-        reuse: whether a node that is not committed begins a new job after an end.
+        reuse: whether a node that is not committed begins a new job after an end; after that of a
+            preempted job it does so in any case.
         program: a name of what this node's workers run: a job with another program is not the other
             half of this node's.
         is_committed: whether this node has had a place in `job`, or is on standby for one.
@@ -350,7 +351,8 @@ async def enter_run(
                 if former is None or former.end is not None:
                     return None if former is None else (record, former.end)
             is_open = end is None and move is None
-            if is_open or (end is not None and is_own and (is_committed or not reuse)):
+            is_final = end is not None and not (reuse or end.state is JobState.PREEMPTED)
+            if is_open or (end is not None and is_own and (is_committed or is_final)):
                 return record, end
             # Before it is replaced: a node of that job may come back at any time.
             goes_on_in = "" if move is None else move.goes_on_in or record.job
@@ -374,7 +376,7 @@ async def job_to_join(
 
     `store` is the whole store, and `job` empty for a new node.  `with_round`: the node goes to
     another job only if that has had a round.  `any_end`: it goes to any end of its own job, and not
-    only to its success.
+    only to its success or preemption.
     """
     record = await read_run(store, run_id)
     if record is None:
@@ -389,7 +391,8 @@ async def job_to_join(
         is_own = former is not None
         end = None if former is None else former.end
     if job and is_own and end is not None:
-        return job if any_end or end.state is JobState.SUCCEEDED else ""
+        is_for_all = end.state in (JobState.SUCCEEDED, JobState.PREEMPTED)
+        return job if any_end or is_for_all else ""
     # The claim of a move counts: the node that looks from there may have decided the same.
     is_led = leader is not None and not value
     return record.job if is_led and (is_own or round is not None or not with_round) else ""

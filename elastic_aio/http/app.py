@@ -188,7 +188,7 @@ class _Pages:
 
     async def health(self, _: Request) -> Response:
         phase = (await self._ask(usage=False)).phase
-        return answer(f"{phase}\n", 503 if phase in ("failed", "stopped") else 200)
+        return answer(f"{phase}\n", 503 if phase in ("failed", "stopped", "preempted") else 200)
 
     async def readiness(self, _: Request) -> Response:
         status = await self._ask(usage=False)

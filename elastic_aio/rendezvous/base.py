@@ -129,12 +129,16 @@ class ChangePending(Struct, frozen=True, tag=True, gc=False):
 
     The workers run on until then.  `time_left` None: the change is withdrawn.  The last instruction
     counts, until the round is stopped.  `number` stays the same until the change is withdrawn.
+
+    `until` (else 0): no round follows, the job is about to be preempted then, in Unix seconds by
+    the clock of the node that reads it.
     """
 
     round: int
     why: str
     time_left: float | None = None
     number: int = 0
+    until: float = 0.0
 
 
 class PeersFinished(Struct, frozen=True, tag=True, gc=False):
@@ -217,6 +221,12 @@ class ChangeAgreed(Struct, frozen=True, gc=False):
     number: int
 
 
+class PreemptionNoticed(Struct, frozen=True, gc=False):
+    """This node was given notice that the job is about to be preempted: `change` says when."""
+
+    change: ChangePending
+
+
 Report = (
     RoundStarted
     | RoundFailing
@@ -225,6 +235,7 @@ Report = (
     | RestartRequested
     | NodeDraining
     | ChangeAgreed
+    | PreemptionNoticed
 )
 
 

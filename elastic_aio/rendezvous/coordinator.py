@@ -33,6 +33,10 @@ Rules
 * Members whose workers run learn, a second later, that another member has succeeded: their workers
   may wait for one that has exited too early.
 * A joiner whose host has left soon after it joined stands by for a growing time.
+* Once a member of the round has notice of a preemption, no other round follows: all members get the
+  notice, joiners stand by, and the job ends as preempted when no member has workers, or all workers
+  agree.  Members stop their workers themselves at the deadline; they keep the notice in their
+  status.
 * When all members of the round have succeeded, or the policy grants no further attempt, or nodes
   are missing for too long, the job ends with one outcome for all.
 
@@ -81,6 +85,11 @@ Another coordinator
                  it has not returned in time                ENDING
     STOPPING     ... and no member with a failure remains   FORMING
     BACKING_OFF  the delay is over                          FORMING
+    RUNNING,
+    STOPPING     ... with a notice of a preemption, and no
+                 workers                                    ENDING
+    FORMING, DECIDING,
+    BACKING_OFF  a notice of a preemption                   ENDING
 """
 
 from __future__ import annotations
@@ -89,8 +98,8 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from elastic_aio.events import AttemptFailed
-from elastic_aio.outcome import Failure, JobOutcome, JobState
+from elastic_aio.events import AttemptFailed, PreemptionNotice
+from elastic_aio.outcome import PREEMPTION_CHANGE, Failure, JobOutcome, JobState, preempted
 from elastic_aio.rendezvous.base import (
     ChangePending,
     RestartCause,
@@ -113,9 +122,11 @@ from elastic_aio.rendezvous.messages import (
     MembersDone,
     ProbePeers,
     StandBy,
+    sanitize,
     truncate_failure,
 )
 from elastic_aio.rendezvous.state import (
+    MARGIN_S,
     NAMES_MAX,
     CoordinatorEffect,
     CoordinatorPhase,
@@ -384,6 +395,57 @@ def _retry_later(state: CoordinatorState, record: MemberRecord, probe: ProbePeer
         state.outbox.send(record, probe, again=True)
 
 
+# --------------------------------------------------------------- preemption
+
+
+def _note_preemption(state: CoordinatorState) -> None:
+    """Take the first notice of a member that takes part in a round."""
+    if state.preemption is not None or state.round.number < 0:
+        return
+    for record in state.admitted():
+        notice = record.status.preemption
+        if notice is None or record.status.placement is None:
+            continue
+        until = record.offset_bound(state.now) + notice.until
+        # At most as long as when the member got it: its clock may have been set.
+        left = max(0.0, min(until - state.now, notice.time_left or 0.0))
+        why, until, left = sanitize(notice.why), state.now + left, round(left, 3)
+        state.preemption = replace(notice, why=why, time_left=left, until=until)
+        attempt = max(0, state.round.attempt)
+        state.outbox.publish(PreemptionNotice(attempt=attempt, why=notice.why, time_left=left))
+        return
+
+
+def _preempt(state: CoordinatorState, notice: ChangePending) -> None:
+    """Pass a notice on, and end the job once no member has workers that need more time."""
+    placements = state.round.placements
+    members = [
+        one for one in state.admitted() if one.member in placements or one.status.is_in_round
+    ]
+    needed = max((one.status.stop_time for one in members), default=0.0) + MARGIN_S
+    has_workers = state.phase in (CoordinatorPhase.RUNNING, CoordinatorPhase.STOPPING)
+    is_open = has_workers and any(map(_needs_time, members))
+    if not (is_open and state.arm(notice.until + needed)):
+        state.end_job(preempted(notice.why))
+        return
+    for record in members:
+        is_sent = isinstance(record.sent, ChangePending) and record.sent.until
+        if record.status.preemption is None and not is_sent:
+            # By the clock of the member: the order may be read late, and again.
+            until = notice.until - record.offset_bound(state.now)
+            state.outbox.send(record, replace(notice, number=PREEMPTION_CHANGE, until=until))
+    for record in state.unplaced():
+        if record not in members:
+            state.outbox.send(record, StandBy(state.round.number, state.settings.maximum))
+
+
+def _needs_time(record: MemberRecord) -> bool:
+    """Whether a member has workers, as far as is known, and they have not agreed."""
+    status = record.status
+    is_over = not status.is_busy or status.agreed_change == PREEMPTION_CHANGE
+    return not is_over or status.preemption is None
+
+
 # ----------------------------------------------------------------- failures
 
 
@@ -552,7 +614,11 @@ def decide(state: CoordinatorState, now: float) -> list[CoordinatorEffect]:
             break
         if state.phase is not CoordinatorPhase.RECOVERING:
             admit(state)  # a recovered round brings its own minimum and maximum
-        _STEPS[state.phase](state)
+        _note_preemption(state)
+        if state.preemption is None or state.phase is CoordinatorPhase.RECOVERING:
+            _STEPS[state.phase](state)
+        else:
+            _preempt(state, state.preemption)
     wait_for_ranks(state)
     state.publish_waiting()
     state.record_round()

@@ -54,6 +54,7 @@ class ListedState(StrEnum):
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     STOPPED = "stopped"
+    PREEMPTED = "preempted"
     LOST = "lost"
     """It has no node, and no end."""
 

@@ -17,6 +17,7 @@ from elastic_aio.rendezvous.base import (
     Instruction,
     NodeDraining,
     PeersFinished,
+    PreemptionNoticed,
     Report,
     RestartPending,
     RestartRequested,
@@ -156,6 +157,8 @@ class Member:
         if self.has_seen_success and not isinstance(order.body, (MembersDone, EndJob)):
             self._update(members_done=0)  # the job goes on after all
         match order.body:
+            case StartRound() if self.status.preemption is not None:
+                return []  # its acknowledgement has the notice
             case StartRound():
                 return self._start(order.body)
             case StopRound(round, why):
@@ -181,9 +184,8 @@ class Member:
                     return []  # of another coordinator
                 self._update(pending_restart=cause)
                 return [order.body]
-            case ChangePending(time_left=left, number=number):
-                self._update(is_change_pending=left is not None, change=number)
-                return [order.body]
+            case ChangePending():
+                return self._on_change(order.body)
             case MembersDone(round, count):
                 is_own = self.status.placement is None or round == self.status.round
                 if is_own and count != self.status.members_done:
@@ -222,6 +224,11 @@ class Member:
         """Take a report of the agent; one of another round is dropped."""
         if isinstance(report, NodeDraining):
             self._update(drain_reason=sanitize(report.why))
+            return
+        if isinstance(report, PreemptionNoticed):
+            why = sanitize(f"{report.change.why} (on {self.status.node.name})")
+            if self.status.preemption is None:
+                self._update(preemption=replace(report.change, why=why))
             return
         if report.round != self.status.round:
             return
@@ -297,6 +304,15 @@ class Member:
         self.is_standing_by = False
         promoted = StandbyPromoted(round=placement.round, group_rank=placement.span.group_rank)
         return [promoted, order]
+
+    def _on_change(self, change: ChangePending) -> list[MemberEffect]:
+        if not change.until:
+            self._update(is_change_pending=change.time_left is not None, change=change.number)
+        elif self.status.preemption is None:
+            self._update(preemption=change, change=change.number)
+        else:
+            return []  # it has had another notice
+        return [change]
 
     def _note_peers(self, done: MembersDone) -> list[MemberEffect]:
         if done.round != self.status.round or done.workers <= self.status.peers_finished:

@@ -78,7 +78,7 @@ class MemberPhase(StrEnum):
 class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """The whole state of a member.
 
-    A flat record on the wire, hence its 40 fields: each changes on its own, and readers need all of
+    A flat record on the wire, hence its 41 fields: each changes on its own, and readers need all of
     them together.  A field that has its default is not written.
 
     Attributes:
@@ -101,6 +101,7 @@ class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
         pending_restart: a restart that was announced after the round's failure.
         is_change_pending: whether it has seen that joiners are to replace the round.
         change: number of the last such change that it has seen; -1 for none.
+        preemption: the notice of a preemption that it has, by its own clock.
         agreed_change: number of the last change to which all of its workers have agreed.
         restart_reason: why it wants another attempt in place of the round; empty if it does not.
         outcome: how the job has ended, if it has seen that.
@@ -145,6 +146,7 @@ class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     is_change_pending: bool = False
     change: int = -1
     agreed_change: int = -1
+    preemption: ChangePending | None = None
     restart_reason: str = ""
     outcome: JobOutcome | None = None
     drain_reason: str = ""
@@ -356,6 +358,8 @@ def _problem(status: MemberStatus) -> str:
     numbers = [node.nproc, status.serial, *status.acked]
     numbers += [status.stopped_round, status.probed_round, status.members_done]
     numbers += [status.change, status.agreed_change, status.peers_finished]
+    if status.preemption is not None and not abs(status.preemption.until) <= _NUMBER_MAX:
+        return f"its preemption is at {status.preemption.until}"
     if placement is not None:
         numbers += [placement.round, placement.attempt, placement.restarts, placement.changes]
         span = placement.span

@@ -538,6 +538,8 @@ class CoordinatorState:
         self.unsure_until = -math.inf
         """Until when members that were lost may have their leases, by their own clocks."""
         self.visits = Visits()
+        self.preemption: ChangePending | None = None
+        """The first notice of a preemption, with `until` in monotonic seconds."""
         self._waiting_published_at = -math.inf
 
     def __repr__(self) -> str:

@@ -34,7 +34,7 @@ from elastic_aio.spec.liveness import LivenessSpec
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.spec.rendezvous import STATIC_PORT, RendezvousSpec
 from elastic_aio.spec.restart import UNLIMITED, RestartPolicy
-from elastic_aio.spec.stop import StopPlan
+from elastic_aio.spec.stop import PreemptionSpec, StopPlan
 from elastic_aio.value import Value
 
 StartMethod = Literal["spawn", "fork", "forkserver"]
@@ -282,6 +282,8 @@ class LaunchSpec(SpecValue, prefix=""):
         default=StopPlan(), check=Part(StopPlan, ", such as StopPlan.within(10)")
     )
     """How workers are stopped, on every path."""
+    preemption: Converted[PreemptionSpec, PreemptionSpec | None] = field(default=PreemptionSpec())
+    """What gives notice of a preemption, and how long workers then have."""
     liveness: Converted[LivenessSpec, LivenessSpec | None] = field(default=LivenessSpec())
     """How long workers may be silent, and what follows."""
     rendezvous: Converted[RendezvousSpec, RendezvousSpec | None] = field(default=RendezvousSpec())

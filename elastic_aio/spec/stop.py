@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from elastic_aio.errors import SpecError
 from elastic_aio.outcome import SIGKILL, SIGTERM, signal_name
-from elastic_aio.spec.checks import OneOf, Seconds, check_number, checked_items, signal_number
+from elastic_aio.spec.checks import (
+    OneOf,
+    Seconds,
+    check_number,
+    checked_items,
+    parse_int,
+    signal_number,
+)
 from elastic_aio.spec.fields import Converted, SpecValue, field
 
 DEFAULT_GRACE: Final = 25.0
@@ -157,6 +164,49 @@ def _signals(name: str, value: object) -> frozenset[int]:
     for number in numbers & _NOT_CATCHABLE:
         raise SpecError(name, signal_name(number), "must be a signal that can be handled")
     return numbers
+
+
+def _signal(name: str, value: object) -> int:
+    if isinstance(value, str):  # `USR1` and `10` too, as sbatch(1) accepts them
+        value = parse_int(value) or f"SIG{value.upper().removeprefix('SIG')}"
+    (number,) = _signals(name, [value])
+    return number
+
+
+class PreemptionSpec(SpecValue, prefix="preemption."):
+    """How a job is given notice that its hosts are about to be taken away."""
+
+    signal: Converted[int | None, int | str | None] = field(
+        default=None,
+        check=_signal,
+        own_option="--preempt-signal NAME",
+        help="signal to the launcher of any node that gives the workers of all nodes notice of a"
+        " preemption, as in 'USR1'; none is restarted then (default: none)",
+        has_variable=True,
+    )
+    """Signal to the launcher that is a notice; None for none.  A signal that also stops the job
+    (`SignalSpec.stop`) does so when it comes again."""
+    deadline: float = field(
+        default=60.0,
+        check=Seconds(at_least=0),
+        own_option="--preempt-deadline SECONDS",
+        help="seconds from the notice until workers that still run are stopped (default 60)",
+        has_variable=True,
+    )
+    """Seconds from the notice until workers that still run are stopped by the stop plan."""
+    forward: Converted[int | None, int | str | None] = field(
+        default=None,
+        check=_signal,
+        own_option="--preempt-forward NAME",
+        help="signal of the notice to the workers that handle it, as in 'USR1' (default: none)",
+        has_variable=True,
+    )
+    """Signal that the workers of this node get with the notice, if they handle it."""
+
+    @property
+    def signals(self) -> frozenset[int]:
+        """The signal to the launcher, if there is one."""
+        return frozenset() if self.signal is None else frozenset({self.signal})
 
 
 class SignalSpec(SpecValue, prefix="signals."):

@@ -29,10 +29,12 @@ from elastic_aio.agent.machine import (
     Leave,
     LeftRendezvous,
     NotePeers,
+    PreemptionReceived,
     Publish,
     RestartReceived,
     SendReport,
     ShowChange,
+    ShowNotice,
     Start,
     StartBarrier,
     StartFailed,
@@ -45,9 +47,9 @@ from elastic_aio.agent.machine import (
 )
 from elastic_aio.agent.multi_node import MultiNodeMachine
 from elastic_aio.errors import HostError, InternalError
-from elastic_aio.events import AttemptFailed, Restarting
+from elastic_aio.events import AttemptFailed, PreemptionNotice, Restarting
 from elastic_aio.node_events import MembershipChanged, MembershipPending, RoundFormed
-from elastic_aio.outcome import ExitStatus, Failure, JobOutcome, JobState
+from elastic_aio.outcome import PREEMPTION_CHANGE, ExitStatus, Failure, JobOutcome, JobState
 from elastic_aio.ranks import NodeRanks
 from elastic_aio.rendezvous.base import (
     CUT_OFF_GRACE,
@@ -58,6 +60,7 @@ from elastic_aio.rendezvous.base import (
     NodeDraining,
     PeersFinished,
     Placement,
+    PreemptionNoticed,
     RestartCause,
     RestartPending,
     RestartRequested,
@@ -67,6 +70,7 @@ from elastic_aio.rendezvous.base import (
     RoundSucceeded,
     StartRound,
     StopRound,
+    rendezvous_failure,
 )
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
@@ -179,6 +183,19 @@ CONCLUDED = Finish(ENDING)
 WORKER_FAILED = "local rank 1 failed (exit code 7)"
 FINISHED = "all workers have finished"
 FAILED_ELSEWHERE = "a worker on b has failed"
+NOTICE = PreemptionReceived("USR1", 99.0, 9.0)
+NOTICED = Publish(PreemptionNotice(attempt=7, why="USR1", time_left=9.0))
+NOTICE_REPORT = SendReport(
+    PreemptionNoticed(ChangePending(7, "USR1", 9.0, PREEMPTION_CHANGE, 99.0))
+)
+NOTICE_THERE = InstructionReceived(ChangePending(7, "USR1", 9.0, PREEMPTION_CHANGE, 99.0))
+WARNING: list[Effect] = [NOTICED, ShowNotice(99.0), BackOff(7, 9.0)]
+WARNED: list[Input] = [*RUNNING, NOTICE]
+LAST: list[Input] = [*WARNED, ended(1, BAD), ended(0), group_stopped(failure(2))]
+LAST_BARRIER = StartBarrier(7, 9.0 + PLAN.grace + PLAN.reap_timeout + 30.0)
+DRAINING_PREEMPTED = SendReport(NodeDraining("USR1"))
+NO_STORE = InstructionReceived(EndJob(rendezvous_failure("no store")))
+PREEMPTED_THERE = JobOutcome(JobState.PREEMPTED, "USR1 (on b)", 85)
 
 
 def start(number: int, restarts: int = 0) -> StartGroup:
@@ -327,6 +344,96 @@ ROWS: dict[str, Row] = {
     "idle: change pending": case(JOINED, InstructionReceived(COMING), [pending(0)], P.IDLE),
     "idle: end job": case(JOINED, CONCLUDE, [Leave(ENDING.why)], P.LEAVING),
     "idle: a stop is received": case(JOINED, STOP, [Leave("enough")], P.LEAVING),
+    "idle: a notice to a node without a place": case(JOINED, NOTICE, [Leave("USR1")], P.LEAVING),
+    "running: a notice": case(RUNNING, NOTICE, [NOTICE_REPORT, *WARNING], P.RUNNING),
+    "running: a notice to another node": case(RUNNING, NOTICE_THERE, WARNING, P.RUNNING),
+    "starting: a notice": case(
+        STARTING, NOTICE, [NOTICE_REPORT, NOTICED, BackOff(7, 9.0)], P.STARTING
+    ),
+    "starting: a notice, and all have started": case(
+        [*STARTING, NOTICE], STARTED, [SendReport(RoundStarted(7)), ShowNotice(99.0)], P.RUNNING
+    ),
+    "running after a notice: another one": case(WARNED, NOTICE, [], P.RUNNING),
+    "running after a notice: of another node": case(WARNED, NOTICE_THERE, [], P.RUNNING),
+    "running after a notice: start round": case(WARNED, start_round(8, CHANGE), [], P.RUNNING),
+    "running after a notice: a change": case(
+        WARNED, InstructionReceived(COMING), [pending()], P.RUNNING
+    ),
+    "running after a notice: a restart is requested": case(
+        WARNED, RestartReceived("new data"), [], P.RUNNING
+    ),
+    "running after a notice: a failure is not reported": case(WARNED, ended(1, BAD), [], P.RUNNING),
+    "running after a notice: the last worker ends": case(
+        [*WARNED, ended(1, BAD)],
+        ended(0),
+        [CancelBackOff(), stop_group("the job is preempted", leftovers=True)],
+        P.STOPPING,
+    ),
+    "running after a notice: the deadline": case(
+        WARNED, BackoffElapsed(7), [stop_group("the job is preempted")], P.STOPPING
+    ),
+    "running after a notice: all agree": case(
+        WARNED,
+        WorkersAgreed(7, PREEMPTION_CHANGE),
+        [SendReport(ChangeAgreed(7, PREEMPTION_CHANGE))],
+        P.RUNNING,
+    ),
+    "running after a notice: stop round": case(
+        WARNED,
+        stop_round(7),
+        [CancelBackOff(), stop_group(FAILED_ELSEWHERE, ordered=True)],
+        P.STOPPING,
+    ),
+    "running after a notice: a stop is received": case(
+        WARNED, STOP, [CancelBackOff(), stop_group("USR1"), DRAINING_PREEMPTED], P.STOPPING
+    ),
+    "stopping after a notice: stopped, failed": case(
+        [*WARNED, ended(1, BAD), ended(0)],
+        group_stopped(failure(2)),
+        [report_stopped(7, failure(2)), LAST_BARRIER],
+        P.BARRIER,
+    ),
+    "stopping after a notice: stopped, all succeeded": case(
+        [*WARNED, ended(1), ended(0)],
+        group_stopped(),
+        [SendReport(RoundSucceeded(7)), LAST_BARRIER],
+        P.BARRIER,
+    ),
+    "barrier after a notice: timed out": case(LAST, BarrierTimedOut(7), [Leave("USR1")], P.LEAVING),
+    "barrier after a notice: start round": case(LAST, start_round(8, CHANGE), [], P.BARRIER),
+    "barrier after a notice: end job": case(
+        LAST,
+        InstructionReceived(EndJob(PREEMPTED_THERE)),
+        [CancelBackOff(), Leave(PREEMPTED_THERE.why)],
+        P.LEAVING,
+    ),
+    "barrier after a notice: no store any more": case(
+        LAST, NO_STORE, [CancelBackOff(), Leave("USR1")], P.LEAVING
+    ),
+    "barrier after a notice: a stop is received": case(
+        [*WARNED, ended(1), ended(0), group_stopped()],
+        STOP,
+        [SendReport(NodeDraining("enough")), CancelBackOff(), Leave("USR1", stays=True)],
+        P.LEAVING,
+    ),
+    "leaving after a notice: left": case(
+        [*LAST, BarrierTimedOut(7)],
+        LeftRendezvous(),
+        [finish_as(JobState.PREEMPTED, "USR1", 85, 0)],
+        P.DONE,
+    ),
+    "stopping: a notice": case(FAILING, NOTICE, [NOTICE_REPORT, NOTICED], P.STOPPING),
+    "stopping for another round: a notice, and then stopped": case(
+        [*RUNNING, start_round(8, CHANGE), NOTICE],
+        group_stopped(),
+        [report_stopped(7), SendReport(RoundStopped(8)), LAST_BARRIER],
+        P.BARRIER,
+    ),
+    "barrier: a notice": case(
+        BARRIER, NOTICE, [NOTICE_REPORT, NOTICED, CancelBackOff(), LAST_BARRIER], P.BARRIER
+    ),
+    "idle: a notice": case(IDLE, NOTICE, [NOTICE_REPORT, NOTICED, LAST_BARRIER], P.BARRIER),
+    "leaving: a notice": case([*RUNNING, STOP], NOTICE, [], P.STOPPING),
     "idle: join failed": case(
         JOINED, JoinFailed(HostError("no port")), [Leave("no port")], P.LEAVING
     ),
@@ -800,6 +907,7 @@ class Members(SimulatedDriver):
     def begin(self, nproc: int) -> None:
         self.live_round = -1
         self.barrier: int | None = None
+        self.deadline: int | None = None  # attempt of the BackOff of a notice
         self.joined = self.leaving = self.left = self.is_draining = False
         self.newest = -1  # round of the newest instruction
         self.owed: int | None = None  # round of the newest StartRound or StopRound without a report
@@ -815,6 +923,7 @@ class Members(SimulatedDriver):
                 assert not self.joined
                 self.joined = True
             case StartGroup(attempt, restarts, place):
+                assert self.machine.notice is None, "nothing is started after a notice"
                 assert self.barrier is None
                 assert not self.leaving, "a node that leaves starts no group"
                 assert place is not None
@@ -827,9 +936,13 @@ class Members(SimulatedDriver):
                 assert self.live is None
                 assert self.barrier is None
                 self.barrier = attempt
+            case BackOff(attempt):
+                assert self.live == attempt
+                assert self.machine.notice is not None
+                self.deadline = attempt
             case CancelBackOff():
-                assert self.barrier is not None
-                self.barrier = None
+                assert (self.barrier is None) != (self.deadline is None)
+                self.barrier = self.deadline = None
             case SendReport(report):
                 self.check_report(report)
             case Leave():
@@ -848,10 +961,13 @@ class Members(SimulatedDriver):
         if isinstance(report, NodeDraining):
             self.is_draining = True
             return
+        if isinstance(report, PreemptionNoticed):
+            return
         assert report.round <= self.newest
         self.reports.append(report)
         match report:
             case RoundFailing():
+                assert self.deadline is None, "after a notice no failure stops other nodes"
                 assert report.round == self.live_round
                 assert report.round not in self.failing_reported
                 self.failing_reported.add(report.round)
@@ -883,6 +999,17 @@ class Members(SimulatedDriver):
         attempt, self.barrier = self.barrier, None
         self.handle(BarrierTimedOut(attempt))
 
+    @rule(notice=st.sampled_from([NOTICE, NOTICE_THERE]))
+    def a_notice_comes(self, notice: Input) -> None:
+        self.handle(notice)
+
+    @precondition(lambda self: self.deadline is not None)
+    @rule()
+    def the_deadline_comes(self) -> None:
+        assert self.deadline is not None
+        attempt, self.deadline = self.deadline, None
+        self.handle(BackoffElapsed(attempt))
+
     @precondition(lambda self: self.leaving and not self.left)
     @rule()
     def it_has_left(self) -> None:
@@ -893,7 +1020,7 @@ class Members(SimulatedDriver):
     def a_round_begins(self, jump: int, kind: str) -> None:
         number = max(0, self.newest + jump)
         cause = {"none": None, "change": CHANGE, "failure": FAILED_THERE}[kind]
-        counts = number > self.newest and not self.stop_asked
+        counts = number > self.newest and not (self.stop_asked or self.machine.notice)
         self.instruct(number, counts, StartRound(placement(number), cause))
 
     @rule(jump=st.integers(-1, 2))
@@ -943,12 +1070,15 @@ class Members(SimulatedDriver):
 
     @invariant()
     def a_failure_is_reported_at_once(self) -> None:
-        if self.failures and self.live is not None and not self.leaving and not self.stopping:
+        is_open = self.live is not None and not self.leaving and not self.stopping
+        if self.failures and is_open and self.deadline is None:
             raise AssertionError("a failure stops the group")
 
     @invariant()
     def something_is_always_under_way(self) -> None:
-        """After a stop or EndJob the node waits only for effects in progress."""
+        """After a stop, a notice or EndJob the node waits only for effects in progress."""
+        if self.machine.notice is not None and not (self.finishes or self.leaving):
+            assert self.stopping or self.deadline is not None or self.barrier is not None
         if self.leaving and not self.finishes:
             assert not self.left or self.stopping
         if self.stop_asked and not self.finishes:

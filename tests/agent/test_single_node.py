@@ -23,8 +23,10 @@ from elastic_aio.agent.machine import (
     GroupStarted,
     GroupStopped,
     Input,
+    PreemptionReceived,
     Publish,
     RestartReceived,
+    ShowNotice,
     SingleNodeMachine,
     Start,
     StartFailed,
@@ -33,10 +35,11 @@ from elastic_aio.agent.machine import (
     StopReceived,
     WorkerEnded,
     WorkerHung,
+    WorkersAgreed,
 )
 from elastic_aio.errors import InternalError
-from elastic_aio.events import AttemptFailed, Restarting
-from elastic_aio.outcome import ExitStatus, Failure, JobOutcome, JobState
+from elastic_aio.events import AttemptFailed, PreemptionNotice, Restarting
+from elastic_aio.outcome import PREEMPTION_CHANGE, ExitStatus, Failure, JobOutcome, JobState
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.restart import CAUSE_S, LEAVING_S, Backoff, RestartAction, RestartPolicy
 from elastic_aio.spec.stop import StopPlan, StopStep
@@ -134,6 +137,11 @@ QUIT = finish_as(JobState.STOPPED, "SIGQUIT was received", 131, 0)
 GIVEN_UP = finish_as(JobState.FAILED, NO_MORE, 7, 0)
 PUBLISHED = published_failure(failure())
 LEFTOVERS = stop_group(FINISHED, leftovers=True)
+NOTICE = PreemptionReceived("USR1", 99.0, 9.0)
+NOTICED = Publish(PreemptionNotice(attempt=0, why="USR1", time_left=9.0))
+WARNED: list[Input] = [*RUNNING, NOTICE]
+WARNED_LEFTOVERS = stop_group("the job is preempted", leftovers=True)
+PREEMPTED = finish_as(JobState.PREEMPTED, "USR1", 85, 0)
 
 Row = tuple[list[Input], Input, list[Effect], P, dict[str, Any]]
 
@@ -348,6 +356,99 @@ ROWS: dict[str, Row] = {
     "backing off: elapsed": case(GONE, BackoffElapsed(1), [StartGroup(1, 1)], P.STARTING, LATER),
     "backing off: a stop is received": case(
         GONE, STOP, [CancelBackOff(), finish_as(JobState.STOPPED, "enough", 143, 1)], P.DONE, LATER
+    ),
+    "starting: a notice": case(STARTING, NOTICE, [NOTICED, BackOff(0, 9.0)], P.STARTING),
+    "starting: a notice, and all have started": case(
+        [*STARTING, NOTICE], STARTED, [ShowNotice(99.0)], P.RUNNING
+    ),
+    "starting: a notice, and the start fails": case(
+        [*STARTING, NOTICE],
+        start_failed(),
+        [CancelBackOff(), stop_group("cannot run x: no")],
+        P.STOPPING,
+    ),
+    "running: a notice": case(
+        RUNNING, NOTICE, [NOTICED, ShowNotice(99.0), BackOff(0, 9.0)], P.RUNNING
+    ),
+    "running: a notice while the cause of a lost peer is awaited": case(
+        [*RUNNING, lost_peer(0)],
+        NOTICE,
+        [CancelBackOff(), NOTICED, ShowNotice(99.0), BackOff(0, 9.0)],
+        P.RUNNING,
+    ),
+    "running after a notice: another one": case(WARNED, NOTICE, [], P.RUNNING),
+    "running after a notice: a restart is requested": case(WARNED, AGAIN, [], P.RUNNING),
+    "running after a notice: a failure": case(WARNED, ended(1, BAD), [], P.RUNNING),
+    "running after a notice: a worker hangs": case(
+        WARNED, WorkerHung(0, 1, "no heartbeat"), [], P.RUNNING
+    ),
+    "running after a notice: a failure, and the last success": case(
+        [*WARNED, ended(1, BAD)], ended(0), [CancelBackOff(), WARNED_LEFTOVERS], P.STOPPING
+    ),
+    "running after a notice: a success, and the last failure": case(
+        [*WARNED, ended(1)], ended(0, BAD), [CancelBackOff(), WARNED_LEFTOVERS], P.STOPPING
+    ),
+    "running after a lost peer and a notice: the last success": case(
+        [*RUNNING, lost_peer(0), NOTICE],
+        ended(1),
+        [CancelBackOff(), WARNED_LEFTOVERS],
+        P.STOPPING,
+    ),
+    "running after a notice: the deadline": case(
+        [*WARNED, ended(1)], BackoffElapsed(0), [stop_group("the job is preempted")], P.STOPPING
+    ),
+    "running after a notice: all agree": case(
+        WARNED,
+        WorkersAgreed(0, PREEMPTION_CHANGE),
+        [CancelBackOff(), stop_group("all workers agree to the preemption")],
+        P.STOPPING,
+    ),
+    "running after a notice: an agreement to another change": case(
+        WARNED, WorkersAgreed(0, 3), [], P.RUNNING
+    ),
+    "running: an agreement to nothing": case(
+        RUNNING, WorkersAgreed(0, PREEMPTION_CHANGE), [], P.RUNNING
+    ),
+    "running after a notice: a stop is received": case(
+        WARNED, SIGNAL, [CancelBackOff(), stop_group("SIGQUIT was received", 3)], P.STOPPING
+    ),
+    "stopping after a notice: stopped": case(
+        [*WARNED, ended(1, BAD), ended(0)], group_stopped(failure()), [PREEMPTED], P.DONE, ONE_MORE
+    ),
+    "stopping after a notice: stopped, all succeeded": case(
+        [*WARNED, ended(1), ended(0)], group_stopped(), [PREEMPTED], P.DONE
+    ),
+    "stopping after a notice and a stop: stopped": case(
+        [*WARNED, STOP], group_stopped(), [PREEMPTED], P.DONE
+    ),
+    "stopping: a notice": case(FAILING, NOTICE, [NOTICED], P.STOPPING, ONE_MORE),
+    "stopping, and then a notice: stopped, a restart was left": case(
+        [*FAILING, NOTICE], group_stopped(failure()), [PUBLISHED, PREEMPTED], P.DONE, ONE_MORE
+    ),
+    "stopping, and then a notice: stopped, the callback is not asked": case(
+        [*FAILING, NOTICE], group_stopped(failure()), [PUBLISHED, PREEMPTED], P.DONE, ASKING
+    ),
+    "stopping, and then a notice: stopped, no restart was left": case(
+        [*FAILING, NOTICE], group_stopped(failure()), [PUBLISHED, GIVEN_UP], P.DONE
+    ),
+    "stopping after success, and then a notice: stopped": case(
+        [*RUNNING, ended(0), ended(1), NOTICE], group_stopped(), [SUCCEEDED], P.DONE
+    ),
+    "stopping for a requested restart, and then a notice: stopped": case(
+        [*RUNNING, AGAIN, NOTICE], group_stopped(), [PREEMPTED], P.DONE
+    ),
+    "stopping after a stop: a notice": case([*RUNNING, STOP], NOTICE, [], P.STOPPING),
+    "deciding: a notice": case(GONE, NOTICE, [NOTICED, CancelBackOff(), PREEMPTED], P.DONE, ASKING),
+    "backing off: a notice": case(
+        GONE,
+        NOTICE,
+        [
+            Publish(PreemptionNotice(attempt=1, why="USR1", time_left=9.0)),
+            CancelBackOff(),
+            finish_as(JobState.PREEMPTED, "USR1", 85, 1),
+        ],
+        P.DONE,
+        LATER,
     ),
     "starting: a restart is requested": case(STARTING, AGAIN, [stop_group("new data")], P.STOPPING),
     "stopping for a requested restart: group stopped": case(
@@ -629,6 +730,7 @@ class Jobs(SimulatedDriver):
     def perform_one(self, effect: Effect) -> None:
         match effect:
             case StartGroup(attempt, restarts):
+                assert self.machine.notice is None, "nothing is started after a notice"
                 assert attempt == len(self.starts)
                 assert restarts == self.machine.restarts
                 assert self.asked is None
@@ -691,6 +793,16 @@ class Jobs(SimulatedDriver):
         self.handle(BackoffElapsed(attempt))
 
     @rule()
+    def a_notice_comes(self) -> None:
+        self.handle(NOTICE)
+
+    @precondition(lambda self: self.running)
+    @rule(number=st.sampled_from([0, PREEMPTION_CHANGE]))
+    def all_workers_agree(self, number: int) -> None:
+        assert self.live is not None
+        self.handle(WorkersAgreed(self.live, number))
+
+    @rule()
     def a_restart_is_requested(self) -> None:
         self.requests += 1
         self.handle(AGAIN)
@@ -729,7 +841,17 @@ class Jobs(SimulatedDriver):
             assert self.stopping, "after a stop nothing goes on but the stopping"
 
     @invariant()
+    def a_notice_leaves_workers_alone(self) -> None:
+        """Until all have ended; and it has a deadline."""
+        if self.machine.notice is not None and self.live is not None and not self.stopping:
+            assert self.waiting == self.live
+
+    @invariant()
     def the_result_fits(self) -> None:
+        for finish in self.finishes:
+            was_noticed = self.machine.notice is not None
+            assert (finish.outcome.state is JobState.PREEMPTED) <= was_noticed
+            assert (finish.outcome.state is JobState.STOPPED) <= (not was_noticed)
         assert all(one.outcome.restarts == self.machine.restarts for one in self.finishes)
 
 

@@ -26,6 +26,7 @@ def advice(code: int) -> str:
     ("codes", "said", "is_requeued"),
     [
         ((0, 2, 3, 126, 127), "no", False),
+        ((85,), "yes", True),
         ((69, 75), "yes", True),
         ((129, 130, 143), "yes", False),  # after scancel; Slurm requeues others itself
         ((134,), "on another host", False),
@@ -37,7 +38,8 @@ def test_whether_a_job_runs_again(codes: tuple[int, ...], said: str, is_requeued
     for code in codes:
         assert advice(code).partition(",")[0] == said
         assert (str(code) in requeued_codes()) == is_requeued
-        assert (str(code) in fail_job_codes()) == (code in (2, 126, 127))
+        assert (str(code) in action_codes("FailJob")) == (code in (2, 126, 127))
+        assert (str(code) in action_codes("Ignore")) == (code == 85)
 
 
 @pytest.mark.e2e
@@ -62,14 +64,15 @@ def test_the_jobset_is_not_restarted_after_such_a_code() -> None:
 def requeued_codes() -> list[str]:
     """Return the codes after which the example for Slurm runs the job again."""
     text = (REPOSITORY / "examples/slurm.sbatch").read_text()
+    always = re.findall(r"\$code == (\d+)", text)
     match = re.search(r"\$code =~ \^\(([\d|]+)\)", text)
     assert match is not None
-    return match[1].split("|")
+    return [*always, *match[1].split("|")]
 
 
-def fail_job_codes() -> list[str]:
-    """Return the codes after which the example for Kubernetes gives the job up."""
+def action_codes(action: str) -> list[str]:
+    """Return the codes after which the example for Kubernetes does something else than usual."""
     text = (REPOSITORY / "examples/jobset.yaml").read_text()
-    match = re.search(r"action: FailJob.*?values: \[([\d, ]+)\]", text, re.DOTALL)
+    match = re.search(rf"action: {action}\n.*?values: \[([\d, ]+)\]", text, re.DOTALL)
     assert match is not None
     return match[1].split(", ")

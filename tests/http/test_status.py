@@ -146,7 +146,7 @@ def test_a_job_that_has_ended_badly_is_not_alive(state: JobState) -> None:
 
 
 def test_the_phases_end_with_the_states_of_jobs() -> None:
-    assert PHASES[-3:] == tuple(state.value for state in JobState)
+    assert PHASES[-4:] == tuple(state.value for state in JobState)
 
 
 def test_goodput_leaves_out_the_time_without_all_workers() -> None:

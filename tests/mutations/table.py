@@ -589,15 +589,15 @@ MUTATIONS: Final = (
     Mutation(
         "former-end-for-a-mover",
         "discovery/runs.py",
-        "(end is not None and is_own and (is_committed or not reuse))",
-        "(end is not None and (is_committed or not reuse))",
+        "(end is not None and is_own and (is_committed or is_final))",
+        "(end is not None and (is_committed or is_final))",
         "the end of a former job is not that of a node which takes part in another",
         _JOBS + "test_another_job_that_has_ended_is_followed_by_one_that_goes_on",
     ),
     Mutation(
         "ended-run-begins-again",
         "discovery/runs.py",
-        "(end is not None and is_own and (is_committed or not reuse))",
+        "(end is not None and is_own and (is_committed or is_final))",
         "(end is not None and is_own and is_committed)",
         "a late node reads the end of the run",
         _JOBS + "test_a_job_that_has_ended_has_ended_for_all",

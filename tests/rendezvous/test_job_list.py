@@ -75,6 +75,10 @@ def listed(place: dict[str, Any]) -> JobList:
     return JobList(RendezvousSpec(**place), timeout=10)
 
 
+def test_each_end_of_a_job_is_a_state() -> None:
+    assert {state.value for state in JobState} <= {state.value for state in ListedState}
+
+
 async def states(place: dict[str, Any]) -> dict[str, ListedState]:
     async with listed(place) as jobs:
         return {job.run_id: job.state for job in await jobs.read()}

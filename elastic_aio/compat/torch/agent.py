@@ -459,7 +459,7 @@ class LocalElasticAgent(ElasticAgent):
         if threading.current_thread() is not threading.main_thread():
             log.warning("signals are handled on the main thread only")
             return run_coroutine(lambda: _served(server, _wait(agent)))
-        with receive_signals(signals) as received:
+        with receive_signals(signals, agent.spec.preemption.signals) as received:
             return run_coroutine(lambda: _served(server, supervise_agent(agent, signals, received)))
 
 

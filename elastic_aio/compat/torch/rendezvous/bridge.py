@@ -44,7 +44,7 @@ from elastic_aio.compat.torch.rendezvous.api import (
 )
 from elastic_aio.errors import HostError
 from elastic_aio.events import Event
-from elastic_aio.outcome import ExitStatus, Failure, JobOutcome, JobState
+from elastic_aio.outcome import ExitStatus, Failure, JobOutcome, JobState, preempted
 from elastic_aio.ranks import NodeRanks, NodeSize, assign_node_ranks
 from elastic_aio.rendezvous.backends import make_rendezvous
 from elastic_aio.rendezvous.base import (
@@ -55,6 +55,7 @@ from elastic_aio.rendezvous.base import (
     NodeDraining,
     NodeInfo,
     Placement,
+    PreemptionNoticed,
     Rendezvous,
     Report,
     RestartCause,
@@ -183,6 +184,7 @@ class HandlerRendezvous(Rendezvous):
         self._attending: asyncio.Task[None] | None = None
         self._round = -1
         self._changes = 0
+        self._preempted = ""  # why: torch's handlers pass no notice on to other nodes
 
     async def open(self) -> None:
         self._thread = HandlerThread()
@@ -221,6 +223,8 @@ class HandlerRendezvous(Rendezvous):
             placement = await self._call(self._place, info)
             self._agent.on_instruction(StartRound(placement, cause))
             ended = await self._round_end()
+            if self._preempted:
+                return preempted(self._preempted, self._restarts)
             if isinstance(ended, RoundSucceeded):
                 await self._call(self._wait_at_barrier, info)
                 return JobOutcome(
@@ -248,6 +252,9 @@ class HandlerRendezvous(Rendezvous):
                     is_stopping = True
                     stop = StopRound(self._round, "other nodes wait to join")
                     self._agent.on_instruction(stop)
+                continue
+            if isinstance(report, PreemptionNoticed):
+                self._preempted = report.change.why
                 continue
             if isinstance(report, NodeDraining) or report.round != self._round:
                 continue
