@@ -16,7 +16,14 @@ from elastic_aio.discovery.runs import FormerJob, RunEnd
 from elastic_aio.events import Event
 from elastic_aio.node_events import RoundForming
 from elastic_aio.outcome import JobOutcome, JobState
-from elastic_aio.rendezvous.base import EndJob, Placement, RestartPending, StartRound, StopRound
+from elastic_aio.rendezvous.base import (
+    ChangePending,
+    EndJob,
+    Placement,
+    RestartPending,
+    StartRound,
+    StopRound,
+)
 from elastic_aio.rendezvous.dynamic import order_timeout
 from elastic_aio.rendezvous.messages import (
     MemberStatus,
@@ -131,6 +138,8 @@ class RoundChecker:
     def on_started(self, node: SimNode, placement: Placement) -> None:
         """Check a start: no other workers have these ranks, or are of an older round."""
         node.note(f"runs {brief(placement)} as group rank {placement.span.group_rank}")
+        if node.notice is not None:
+            self._fail(f"{node.name} starts {placement.round} after its notice")
         if placement is not node.placement:
             self._fail(f"{node.name} starts {placement.round}, and was ordered {node.placement}")
         for other in self._nodes.values():
@@ -257,11 +266,12 @@ class EndChecker:
         self._ends.setdefault(job, []).append(_RecordedEnd(end, self._now(), *last))
 
     def on_former(self, former: FormerJob) -> None:
-        """Check that a job which goes on in another has not ended."""
+        """Check that a job which goes on in another has not ended, unless it was preempted."""
         successors = self._goes_on_in[former.job]
         if former.end is not None or former.goes_on_in in successors:
             return
-        if former.job in self._ends:
+        ends = self._ends.get(former.job, [])
+        if any(one.end.state is not JobState.PREEMPTED for one in ends):
             self._trace.fail(f"{former.job} has ended and goes on in {former.goes_on_in}")
         successors.add(former.goes_on_in)
 
@@ -368,6 +378,9 @@ class InvariantChecker:
         self.event_hook: Callable[[SimNode, Event], None] | None = None
         self.order_hook: Callable[[SimStore, str, OrderBody], None] | None = None
         self.obey_s = _obey_s(spec)
+        self._stop_s = spec.stop.grace + _OBEY_MARGIN_S
+        self._preempted: dict[tuple[bytes, str], int] = {}
+        """The term of the last coordinator that has passed on a notice, by generation."""
         self._lease_s = spec.rendezvous.heartbeat_timeout / RATE_MIN
         self._network = network
         self._time = network.time
@@ -409,6 +422,8 @@ class InvariantChecker:
         if isinstance(value, Order):
             self._oblige(store, member, value)
             self._on_order(store, member, value.body)
+            if isinstance(value.body, ChangePending) and value.body.until:
+                self._preempted[store.instance, store.generation] = value.term
         elif isinstance(value, RunEnd):
             self.ends.on_recorded(store, member, value)
         elif isinstance(value, FormerJob):
@@ -428,6 +443,9 @@ class InvariantChecker:
                 self.rounds.on_written(store, member, placement, self._time.now)
                 self.ends.on_written(self.rounds.rounds[placement.round_id])
                 rounds = len(self.rounds.rounds)
+                term = int(placement.formed_by.partition(".")[0])
+                if term <= self._preempted.get((store.instance, store.generation), 0):
+                    self._trace.fail(f"{text}, and its coordinator has passed on a notice")
                 if rounds > _ROUNDS_PER_FAULT * (self._trace.faults + 1):
                     self._trace.fail(f"{rounds} rounds after {self._trace.faults} faults")
         if isinstance(body, StartRound | StopRound | EndJob | RestartPending):
@@ -484,6 +502,23 @@ class InvariantChecker:
                 f"{node.name} is sent a success, and no round has succeeded everywhere"
             )
         self.ends.on_end_ordered(node, outcome)
+
+    def on_notice(self, node: SimNode, until: float) -> None:
+        """Check a notice that workers get: it is the only one, and they end by its deadline."""
+        if node.notice is not None:
+            self._trace.fail(f"the workers of {node.name} are given notice twice")
+        node.notice = until
+        left = max(0.0, until - node.host.wall_clock) + self._stop_s
+        self._time.at(self._time.now + left / RATE_MIN, self._check_preempted, node)
+
+    def _check_preempted(self, node: SimNode) -> None:
+        host = node.host
+        if node.running is None or node.is_over:
+            return
+        if host.is_suspended or host.disturbed_at > self._time.now - self._stop_s:
+            self._time.at(self._time.now + self._stop_s, self._check_preempted, node)
+        else:
+            self._trace.fail(f"{node.name} runs {node.running} after its preemption")
 
     def on_event(self, node: SimNode, event: Event) -> None:
         """Record an event, and call the hook."""

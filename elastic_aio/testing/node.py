@@ -68,6 +68,8 @@ class SimNode:
         """Whether the workers of the newest round are being stopped, or have been."""
         self.change = -1
         """Number of the change of its membership that was announced; -1 for none."""
+        self.notice: float | None = None
+        """Until when its workers have notice of a preemption, by its wall clock."""
         self.has_succeeded = False
         """Whether all workers of the newest round have succeeded here."""
         self.is_standing_by = False
@@ -111,6 +113,11 @@ class SimNode:
         """Stop the job on this node, as a user does; called in the process."""
         assert self.driver is not None, "it was started before"
         self.driver.request_stop("it was stopped")
+
+    def request_preemption(self, seconds: float) -> None:
+        """Give notice of a preemption to this node, as a signal does; called in the process."""
+        assert self.driver is not None, "it was started before"
+        self.driver.request_preemption("a signal was received", seconds)
 
     def agree_to_change(self) -> None:
         """Let all workers agree to the change that is announced to them, if there is a change."""

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from elastic_aio.errors import SpecError
 from elastic_aio.events import Event
 from elastic_aio.node_events import MembershipPending
-from elastic_aio.outcome import JobState
+from elastic_aio.outcome import PREEMPTED_CODE, JobState
 from elastic_aio.rendezvous import coordinator_runner
 from elastic_aio.rendezvous.base import Placement
 from elastic_aio.rendezvous.messages import OrderBody, WaitForNodes
@@ -253,6 +253,10 @@ class Scenario:
             self._add(name, random.random() * random.choice([0.0, 0.3, 3.0]))
         self._end_random = Random(f"end of scenario {seed}")
         self._has_rule = spec is None and self._rules_random.random() < 0.7
+        self._notice_random = Random(f"preemption of scenario {seed}")
+        self._is_preempted = self._notice_random.random() < 0.2
+        self._is_early = self._is_preempted and self._notice_random.random() < 0.4
+        self._has_rule = self._has_rule and not self._is_early
         self.has_next_job = not self._is_static and self._end_random.random() < 0.4
 
     def _spec(self, count: int) -> LaunchSpec:
@@ -306,12 +310,16 @@ class Scenario:
     def play(self, waves: int = 1) -> None:
         """Run to the end, after so many waves of faults."""
         with self.sim:
+            if self._is_early:
+                self.sim.time.at(4 * self._notice_random.random(), self._preempt_amid_faults)
             for _ in range(waves):
                 self.inject_faults()
             self.recover()
             if self._has_rule:
                 self.check_rule()
-            if self.has_next_job:
+            if self._is_preempted:
+                self.preempt()
+            elif self.has_next_job:
                 self.finish_with_faults()
                 self.run_next_job()
             else:
@@ -359,6 +367,47 @@ class Scenario:
         places = [store for store in sim.checker.stores.values() if store.ends]
         if len(states) > 1 and len(places) == 1:
             sim.fail(f"the job ended in different ways: {sorted(states)}")
+
+    def preempt(self) -> None:
+        """Give notice to a node, amid ends of workers and losses; the job must end by it."""
+        random, sim = self._notice_random, self.sim
+        members, noticed = sim.live_nodes, self._preempt_any()
+        for _ in range(random.randint(0, 4)):
+            act = random.choice([sim.kill, *[self._end_any] * 3, SimNode.agree_to_change])
+            seconds = random.random() * random.choice([0.02, 0.2, 4.0])
+            sim.time.at(sim.now + seconds, self._act_on_any, act)
+        if random.random() < 0.3:
+            sim.time.at(sim.now + random.random(), self._add_or_restart, random.choice(self._names))
+        if noticed is not None:
+            sim.run_until(
+                lambda: not any(one.is_live and one.notice for one in members), self._settle_s
+            )
+        self.finish()
+        for node in members:
+            outcome = node.outcome
+            if outcome is None or node.notice is None:
+                continue  # it was killed, or has ended without notice
+            if outcome.state is not JobState.PREEMPTED or outcome.exit_code != PREEMPTED_CODE:
+                sim.fail(f"{node.name} was preempted, and ended as {outcome}")
+
+    def _preempt_amid_faults(self) -> None:
+        self._preempt_any()
+
+    def _act_on_any(self, act: Callable[[SimNode], None]) -> None:
+        if nodes := self.sim.live_nodes:
+            act(self._notice_random.choice(nodes))
+
+    def _end_any(self, node: SimNode) -> None:
+        node.end_workers(self._notice_random.choice([0, *self._exit_codes]))
+
+    def _preempt_any(self) -> SimNode | None:
+        """Give notice to a random node, and maybe to another one; return the first."""
+        random = self._notice_random
+        nodes = [one for one in self.sim.live_nodes if one.placement is not None]
+        chosen = random.sample(nodes, min(len(nodes), random.choice([1, 1, 2])))
+        for node in chosen:
+            self.sim.preempt(node, random.choice([0.0, 0.5, 3.0, 20.0]))
+        return chosen[0] if chosen else None
 
     def finish_with_faults(self) -> None:
         """Let all workers succeed, amid faults, until a node knows of an end."""

@@ -28,7 +28,7 @@ from elastic_aio.aio import create_task
 from elastic_aio.errors import SpecError
 from elastic_aio.events import Event
 from elastic_aio.node_events import NodeStandby, RoundFormed
-from elastic_aio.outcome import AttemptResult, ExitStatus, Failure, JobOutcome
+from elastic_aio.outcome import PREEMPTION_CHANGE, AttemptResult, ExitStatus, Failure, JobOutcome
 from elastic_aio.process.children import Child, ChildSpec
 from elastic_aio.process.tree import Survivor
 from elastic_aio.rendezvous.base import (
@@ -124,6 +124,12 @@ class SimDriver(MultiNodeDriver):
 
     def _show_change(self, why: str, time_left: float | None, number: int = 0) -> None:
         self.node.change = -1 if time_left is None else number
+
+    def _show_notice(self, until: float | None) -> None:
+        self._has_shown_notice = until is not None
+        if until is not None:
+            self.checker.on_notice(self.node, until)
+            self.node.change = PREEMPTION_CHANGE
 
     def _on_published(self, event: Event) -> None:
         if not self.node.is_over:
@@ -524,6 +530,11 @@ class Simulation:
         """Stop a node, as a user does."""
         node.add_fault("is stopped")
         node.process.inject(node.request_stop)
+
+    def preempt(self, node: SimNode, seconds: float = 60.0) -> None:
+        """Give a node notice that the job is about to be preempted in so many seconds."""
+        node.add_fault(f"has notice of a preemption in {seconds:.3f} s")
+        node.process.inject(node.request_preemption, seconds)
 
     def fail_worker(self, node: SimNode, exit_code: int = 1) -> None:
         """Let one worker of a node fail."""

@@ -15,6 +15,7 @@ _DETECTOR: Final = _RENDEZVOUS + "test_coordinator_link.py::"
 _SUCCESSORS: Final = _RENDEZVOUS + "test_successors.py::"
 _DISCOVERY: Final = "tests/discovery/"
 _JOBS: Final = _DISCOVERY + "test_runs.py::"
+_PREEMPTION: Final = _RENDEZVOUS + "test_preemption.py::"
 _SCALE_UP: Final = _RENDEZVOUS + "test_scale_up.py::"
 _END: Final = _RENDEZVOUS + "test_job_end.py::"
 _STORE: Final = "tests/store/"
@@ -946,5 +947,70 @@ MUTATIONS: Final = (
         "number = self.round.number",
         "the number of the last round at a store only grows",
         _COORDINATOR + "test_the_record_of_a_newer_round_is_not_replaced",
+    ),
+    # ----------------------------------------------------------- preemption
+    Mutation(
+        "notice-not-passed-on",
+        "rendezvous/coordinator.py",
+        "if record.status.preemption is None and not is_sent:",
+        "if False:",
+        "all members get the notice",
+        _PREEMPTION + "test_all_nodes_have_one_notice_with_the_deadline_by_their_own_clocks",
+    ),
+    Mutation(
+        "notice-unnoticed-after-recovery",
+        "rendezvous/coordinator.py",
+        "if state.preemption is not None or state.round.number < 0:",
+        "if state.preemption is not None or state.outbox.term > 1:",
+        "another coordinator passes the notice on",
+        _PREEMPTION + "test_another_coordinator_passes_the_notice_on",
+    ),
+    Mutation(
+        "notice-of-a-joiner",
+        "rendezvous/coordinator.py",
+        "if notice is None or record.status.placement is None:",
+        "if notice is None:",
+        "a node without a place in a round preempts no job",
+        _PREEMPTION + "test_a_node_without_a_place_preempts_no_other",
+    ),
+    Mutation(
+        "notice-postponed-by-a-clock",
+        "rendezvous/coordinator.py",
+        "left = max(0.0, min(until - state.now, notice.time_left or 0.0))",
+        "left = max(0.0, until - state.now)",
+        "a clock that was set back postpones no deadline",
+        _PREEMPTION + "test_another_coordinator_trusts_no_clock_that_was_set",
+    ),
+    Mutation(
+        "start-after-a-notice",
+        "rendezvous/member.py",
+        "case StartRound() if self.status.preemption is not None:",
+        "case StartRound() if False:",
+        "a member with a notice takes no placement",
+        _PREEMPTION + "test_a_node_with_its_own_notice_takes_no_placement",
+    ),
+    Mutation(
+        "second-notice",
+        "rendezvous/member.py",
+        "elif self.status.preemption is None:",
+        "elif True:",
+        "a member passes one notice on to its agent",
+        _PREEMPTION + "test_a_node_keeps_its_first_notice",
+    ),
+    Mutation(
+        "agreement-not-awaited",
+        "rendezvous/coordinator.py",
+        "is_over = not status.is_busy or status.agreed_change == PREEMPTION_CHANGE",
+        "is_over = not status.is_busy or status.agreed_change >= 0",
+        "an agreement to another change is none to the preemption",
+        _PREEMPTION + "test_the_job_ends_when_all_workers_that_run_agree",
+    ),
+    Mutation(
+        "preempted-run-stays-ended",
+        "discovery/runs.py",
+        "not (reuse or end.state is JobState.PREEMPTED)",
+        "not reuse",
+        "a node that comes after a preemption begins the job anew",
+        _PREEMPTION + "test_a_node_that_comes_after_the_end_begins_the_job_anew",
     ),
 )
