@@ -32,6 +32,7 @@ COMMANDS = {
     "dump": "elastic_aio.cli.local_jobs:main_dump",
     "stop": "elastic_aio.cli.local_jobs:main_stop",
     "restart": "elastic_aio.cli.local_jobs:main_restart",
+    "preempt": "elastic_aio.cli.local_jobs:main_preempt",
     "signal": "elastic_aio.cli.local_jobs:main_signal",
     "wait": "elastic_aio.cli.local_jobs:main_wait",
     "events": "elastic_aio.cli.events:main_events",
@@ -48,7 +49,7 @@ COMMANDS = {
 USAGE = """\
 usage: aio-elastic run [options] script [arguments of the script]
        aio-elastic ps [-a] | top | status [JOB] | why [JOB] | dump [JOB] | logs [-f] [JOB] [RANK]
-       aio-elastic stop [JOB] | restart [JOB] | signal [JOB] SIGNAL | wait [JOB]
+       aio-elastic stop [JOB] | restart [JOB] | preempt [JOB] | signal [JOB] SIGNAL | wait [JOB]
        aio-elastic events [JOB] [-f] [--rdzv-endpoint HOST:PORT] [--rdzv-id ID] [--json]
        aio-elastic serve [--http HOST:PORT]
        aio-elastic jobs [--rdzv-endpoint HOST:PORT] [--json]

@@ -1,7 +1,7 @@
 """Jobs of this user on this host: which job a command means, and most commands about a job.
 
-`ps`, `status`, `dump`, `stop`, `restart`, `signal` and `wait` ask the control sockets of agents,
-and need no store and no option.  `logs`, `top`, `why` and `events` choose their job here too.
+`ps`, `status`, `dump`, `stop`, `restart`, `preempt`, `signal` and `wait` ask the control sockets of
+agents, and need no store and no option.  `logs`, `top`, `why` and `events` choose their job here.
 """
 
 from __future__ import annotations
@@ -297,6 +297,29 @@ def main_restart(argv: Sequence[str]) -> int:
     if not ask_job(job, partial(JobClient.restart, reason=arguments.reason)):
         raise JobError("the job has ended without another attempt")
     print(f"job {job} restarted: attempt {ask_job(job, JobClient.status).attempt} runs")
+    return 0
+
+
+@command("preempt")
+def main_preempt(argv: Sequence[str]) -> int:
+    parser = job_parser(
+        "preempt",
+        "Give the workers of a job, on all its nodes, notice that it is about to be preempted. The"
+        " job ends when they have ended, or at the deadline, and none is restarted.",
+    )
+    parser.add_argument(
+        "--deadline",
+        type=lambda text: parse_seconds("--deadline", text, limit=1e9),
+        metavar="SECONDS",
+        help="until the workers are stopped (default: that of the job)",
+    )
+    parser.add_argument("--reason", default="", metavar="TEXT", help="for the events")
+    arguments = parser.parse_args(argv)
+    job = choose_job_to_change(arguments.job)
+    preempt = partial(JobClient.preempt, seconds=arguments.deadline, reason=arguments.reason)
+    is_first = ask_job(job, preempt)
+    had = "the workers have notice of a preemption" if is_first else "it has had a notice before"
+    print(f"job {job}: {had}")
     return 0
 
 

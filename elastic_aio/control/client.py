@@ -30,6 +30,7 @@ from elastic_aio.control.protocol import (
     EventReply,
     GetEvents,
     GetStatus,
+    PreemptJob,
     Reply,
     RestartJob,
     SendSignal,
@@ -319,6 +320,14 @@ class JobClient:
     async def restart(self, reason: str = "") -> bool:
         """Replace the present attempt; True once another one runs, False if the job has ended."""
         return (await self._ask(RestartJob(reason=reason), DoneReply)).is_done
+
+    async def preempt(self, seconds: float | None = None, reason: str = "") -> bool:
+        """Give notice of a preemption in so many `seconds`; False if it has had a notice before.
+
+        None: the seconds of the job's spec.
+        """
+        request = PreemptJob(seconds=seconds, reason=reason)
+        return (await self._ask(request, DoneReply, self._timeout)).is_done
 
     async def signal(self, signal: int | str, rank: int | None = None) -> DoneReply:
         """Send a signal to the worker `rank`, or to each worker of the node.

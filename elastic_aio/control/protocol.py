@@ -66,6 +66,16 @@ class RestartJob(_ControlMessage, frozen=True, kw_only=True, tag="restart"):
     reason: str = ""
 
 
+class PreemptJob(_ControlMessage, frozen=True, kw_only=True, tag="preempt"):
+    """Give notice of a preemption in so many `seconds`; None: those of the job's spec.
+
+    Answer: `DoneReply`; it is done if this is the first notice.
+    """
+
+    reason: str = ""
+    seconds: float | None = None
+
+
 class SendSignal(_ControlMessage, frozen=True, kw_only=True, tag="signal"):
     """Send a signal to the worker `rank`, or to each worker of the node.  Answer: `DoneReply`."""
 
@@ -83,7 +93,9 @@ class AwaitEnd(_ControlMessage, frozen=True, kw_only=True, tag="wait"):
     """Answer with an `EndReply` when the job is over."""
 
 
-ControlRequest = GetStatus | GetEvents | StopJob | RestartJob | SendSignal | DumpStacks | AwaitEnd
+ControlRequest = (
+    GetStatus | GetEvents | StopJob | RestartJob | PreemptJob | SendSignal | DumpStacks | AwaitEnd
+)
 
 
 class AcceptedReply(Struct, frozen=True, tag_field="reply", tag="accepted"):

@@ -25,6 +25,7 @@ from elastic_aio.control.protocol import (
     EventReply,
     GetEvents,
     GetStatus,
+    PreemptJob,
     Reply,
     RestartJob,
     SendSignal,
@@ -69,6 +70,9 @@ class ControlledJob(ViewedJob, Protocol):
         self, *, signal: int | str | None = None, reason: str = "a stop was requested"
     ) -> Awaitable[None]: ...
     async def restart(self, reason: str = "a restart was requested") -> bool: ...
+    def preempt(
+        self, *, seconds: float | None = None, reason: str = "a preemption was requested"
+    ) -> bool: ...
     async def dump(self, reason: str = "a dump was requested") -> StackDump: ...
     def forward_signal(self, signal: int | str, *, rank: int | None = None) -> tuple[int, ...]: ...
 
@@ -187,6 +191,9 @@ async def _perform(job: ControlledJob, request: ControlRequest, client: str, sen
             return DumpReply(str(dump), dump.path)
         case RestartJob(reason=reason):
             return DoneReply(is_done=await job.restart(_reason(reason, client)))
+        case PreemptJob(reason=reason, seconds=seconds):
+            is_first = job.preempt(seconds=seconds, reason=_reason(reason, client))
+            return DoneReply(is_done=is_first)
         case StopJob():
             reason = _reason(request.reason, client)
             if request.kill:
