@@ -29,6 +29,7 @@ _NODES: dict[str, _Row] = {
     "partition": nodes.partition,
     "scale": nodes.scale,
     "failure": nodes.failure,
+    "preempt": nodes.preempt,
     "host": nodes.host,
     "members": scale.members,
     "idle-group": nodes.idle_group,

@@ -1,4 +1,4 @@
-"""Many nodes: forming a group, and what follows when one joins, fails, is lost or cut off.
+"""Many nodes: forming a group, and what follows when one joins, fails, is lost or preempted.
 
 The agents run on this host, as if each had one of its own.  A measure that torchrun never
 reaches says so, with the seconds that it was watched.
@@ -29,7 +29,7 @@ from benchmarks.turns import compare, median_of, median_of_all, medians
 from tests.support.netns import Network, why_impossible
 from tests.support.sockets import can_count_traffic, free_port, traffic_of
 
-__all__ = ["failure", "form", "host", "idle_group", "loss", "partition", "scale"]
+__all__ = ["failure", "form", "host", "idle_group", "loss", "partition", "preempt", "scale"]
 
 _Pair = tuple[float, float]
 
@@ -210,6 +210,36 @@ async def _fail(cluster: LauncherCluster) -> float:
     (received,) = await cluster.all_noted("receives", 1, since=at)
     await cluster.all_noted("ready", 2, since=received.at, size=2)
     return (received.at - at) / 1e6
+
+
+def preempt(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
+    """Give notice of a preemption to one of three nodes, until the last worker has it.
+
+    Each launcher forwards the notice to its worker as SIGTERM.  torchrun has no notice.
+    """
+
+    async def measure(launcher: Launcher, directory: Path) -> float:
+        signals: dict[str, Any] = {"preempt_signal": "USR1", "preempt_forward": "TERM"}
+        async with LauncherCluster(launcher, directory, "3", **signals) as cluster:
+            await cluster.start_together(3)
+            at = time.monotonic_ns()
+            cluster.nodes[1].send(signal.SIGUSR1)
+            received = await cluster.all_noted("receives", 3, since=at)
+            return (received[-1].at - at) / 1e6
+
+    us, _, limit = compare(rounds, isolated(measure), ours, None, baseline_failure)
+    return [
+        Line(
+            "notice of a preemption to one node → all workers of three nodes have it",
+            "ms",
+            statistics.median(us),
+            None,
+            None,
+            "waitpid and kill",
+            statistics.median(limit),
+            bound=50,
+        )
+    ]
 
 
 def host(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:

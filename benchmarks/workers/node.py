@@ -16,6 +16,7 @@ import signal
 
 def main() -> None:
     """Stay until SIGTERM."""
+    signal.signal(signal.SIGTERM, lambda *_: None)  # a launcher forwards no signal otherwise
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     note("started", STARTED_NS)
     note("ready")
