@@ -45,6 +45,7 @@ from elastic_aio.agent.machine import (
     GroupStopped,
     Input,
     PreemptionReceived,
+    ProgressMade,
     Publish,
     RestartReceived,
     ShowNotice,
@@ -170,6 +171,7 @@ class Driver:
         self._stopping: asyncio.Task[Any] | None = None
         self._has_shown_notice = False
         runtime.liveness.on_agreed = self.on_agreed
+        runtime.liveness.on_progress = lambda attempt: self.receive(ProgressMade(attempt))
 
     def __repr__(self) -> str:
         return f"<Driver of run {self._runtime.run_id}: {self._machine!r}>"

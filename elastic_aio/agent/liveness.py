@@ -63,6 +63,8 @@ class Liveness:
         """
         self.on_agreed: Callable[[int, int], None] = lambda attempt, change: None
         """Called with the attempt, and the number of a change to which all its workers agree."""
+        self.on_progress: Callable[[int], None] = lambda attempt: None
+        """Called with the attempt when a worker reports the first step of it."""
         self.peers_finished = 0  # workers of other nodes that have finished, as far as is known
         self._spec = spec
         self._clock = clock
@@ -126,6 +128,7 @@ class Liveness:
                 directory=self._directory,
                 read_messages=self._sockets.read_all,
                 on_agreed=lambda attempt, change: self.on_agreed(attempt, change),
+                on_progress=lambda attempt: self.on_progress(attempt),
                 on_hung=lambda local_rank, why: self._on_hung(local_rank, why),
                 on_stuck=lambda local_rank: self._on_stuck(local_rank),
                 unfinished_after=self._unfinished_after,

@@ -150,6 +150,12 @@ class WorkersAgreed(Struct, frozen=True):
     change: int
 
 
+class ProgressMade(Struct, frozen=True):
+    """A worker of an attempt has reported a step, the first of the attempt."""
+
+    attempt: int
+
+
 class WorkerEnded(Struct, frozen=True):
     """A worker has exited; a victim was signalled by a stop before.
 
@@ -252,6 +258,7 @@ EffectResult = (
     | StartFailed
     | WorkerHung
     | WorkersAgreed
+    | ProgressMade
     | WorkerEnded
     | GroupStopped
     | DecisionMade
@@ -437,7 +444,7 @@ class AgentMachine(ABC):
         self._stop: StopReceived | None = None
         self.notice: PreemptionReceived | None = None
         self._has_notice = False  # the workers have it
-        self._may_be_leaving = False
+        self._may_be_leaving = self._has_progress = False
         self._start_failure: StartFailed | None = None
         self._failures: tuple[Failure, ...] = ()
         self._stopped_at = 0.0
@@ -480,6 +487,8 @@ class AgentMachine(ABC):
             case WorkersAgreed() if self._has_notice:
                 is_agreed = self.phase in LIVE and result.change == PREEMPTION_CHANGE
                 return self._on_notice_agreed() if is_agreed else []
+            case ProgressMade():
+                return self._on_progress()
             case BackoffElapsed() if self._awaiting:
                 why, self._awaiting = self._awaiting, ""
                 return self._on_failing(why)
@@ -511,6 +520,10 @@ class AgentMachine(ABC):
         if self._awaiting and self._have_all_ended:
             return self._on_failing(self._awaiting)
         return self._stop_when_all_succeeded()
+
+    def _on_progress(self) -> list[Effect]:
+        self._has_progress = True
+        return []
 
     def _on_start_failed(self, failed: StartFailed) -> list[Effect]:
         self._start_failure = failed
@@ -569,7 +582,7 @@ class AgentMachine(ABC):
         self._started_at = None
         self._succeeded.clear()
         self._lost_peers, self._awaiting = 0, ""
-        self._may_be_leaving = False
+        self._may_be_leaving = self._has_progress = False
         self._start_failure = None
         self._failures = ()
         return [start]
@@ -726,7 +739,7 @@ class SingleNodeMachine(AgentMachine):
             return self._finish_stopped()
         if not stopped.failures:
             return self._finish_without_failure(has_survivors=stopped.has_survivors)
-        can_follow = not (stopped.has_survivors or self._budget.is_exhausted(self._uptime))
+        can_follow = not (stopped.has_survivors or self._is_exhausted)
         if not self._may_be_leaving or not can_follow:
             return self._judge(has_survivors=stopped.has_survivors)
         if self._is_ending:
@@ -750,6 +763,8 @@ class SingleNodeMachine(AgentMachine):
         if has_survivors:
             return self._give_up(CANNOT_KILL)
         self.attempt += 1
+        if self._has_progress:
+            self._budget.note_progress()
         restarting = Restarting(
             attempt=self.attempt, why=self._restart.reason, delay=0.0, restarts=self.restarts
         )
@@ -758,16 +773,20 @@ class SingleNodeMachine(AgentMachine):
     def _after_failure(self, root: Failure) -> list[Effect]:
         if self._start_failure is not None and self._start_failure.permanent:
             return self._give_up(self._start_failure.why_permanent)
-        if self._spec.restart.decide is None or self._budget.is_exhausted(self._uptime):
+        if self._spec.restart.decide is None or self._is_exhausted:
             return self._apply(RestartAction.DEFAULT)
         if self._is_ending:
             return self._finish_stopped()
         self.phase = AgentPhase.DECIDING
         return [CallDecide(self.attempt, root)]
 
+    @property
+    def _is_exhausted(self) -> bool:
+        return self._budget.is_exhausted(self._uptime, has_progress=self._has_progress)
+
     def _apply(self, action: RestartAction) -> list[Effect]:
-        root, now = self._failures[0], self._stopped_at
-        decision = self._budget.decide(root, action, self._uptime, now)
+        root, now, has_progress = self._failures[0], self._stopped_at, self._has_progress
+        decision = self._budget.decide(root, action, self._uptime, now, has_progress=has_progress)
         if not decision.restart:
             return self._give_up(decision.why)
         if self._is_ending:

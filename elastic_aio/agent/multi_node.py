@@ -86,6 +86,7 @@ Rules
     any other  ChangePending                     the same  Publish
     LIVE       PeersFinished                     the same  NotePeers
     LIVE       WorkersAgreed                     the same  SendReport ChangeAgreed
+    any        ProgressMade, where it counts     the same  SendReport RoundProgressed
 """
 
 from __future__ import annotations
@@ -141,6 +142,7 @@ from elastic_aio.rendezvous.base import (
     RestartPending,
     RestartRequested,
     RoundFailing,
+    RoundProgressed,
     RoundStarted,
     RoundStopped,
     RoundSucceeded,
@@ -320,6 +322,11 @@ class MultiNodeMachine(AgentMachine):
         if self.phase is not AgentPhase.STARTING:
             return super()._on_group_started(started)
         return [SendReport(RoundStarted(self.round)), *super()._on_group_started(started)]
+
+    def _on_progress(self) -> list[Effect]:
+        # Other jobs pay for no message.
+        counts = self._spec.restart.max_attempts_without_progress is not None
+        return [SendReport(RoundProgressed(self.round))] if counts else []
 
     def _on_failing(self, why: str) -> list[Effect]:
         if self._has_notice:

@@ -166,6 +166,12 @@ class RoundStarted(Struct, frozen=True, gc=False):
     round: int
 
 
+class RoundProgressed(Struct, frozen=True, gc=False):
+    """A worker of `round` has reported a step, the first on this node."""
+
+    round: int
+
+
 class RoundFailing(Struct, frozen=True, gc=False):
     """A worker of `round` has failed (`why`); the node is stopping the others."""
 
@@ -229,6 +235,7 @@ class PreemptionNoticed(Struct, frozen=True, gc=False):
 
 Report = (
     RoundStarted
+    | RoundProgressed
     | RoundFailing
     | RoundStopped
     | RoundSucceeded

@@ -486,7 +486,9 @@ def decide_restart(state: CoordinatorState) -> None:
             return
         current.cause = state.next_cause()
         state.wait_for_nodes()
-    elif state.settings.has_decide and not state.budget.is_exhausted(_runtime(state)):
+    elif state.settings.has_decide and not state.budget.is_exhausted(
+        _runtime(state), has_progress=state.has_progress
+    ):
         current.wait_until = state.now + DECIDE_TIMEOUT
         state.phase = CoordinatorPhase.DECIDING
         state.outbox.publish(RequestDecision(failures[0]))
@@ -562,7 +564,9 @@ def back_off(state: CoordinatorState) -> None:
 
 def _consult_policy(state: CoordinatorState, action: RestartAction) -> None:
     root = state.round.failures[0]
-    decision = state.budget.decide(root, action, _runtime(state), state.now)
+    decision = state.budget.decide(
+        root, action, _runtime(state), state.now, has_progress=state.has_progress
+    )
     if not decision.restart:
         state.fail_job(decision.why)
         return

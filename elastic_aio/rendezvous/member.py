@@ -22,6 +22,7 @@ from elastic_aio.rendezvous.base import (
     RestartPending,
     RestartRequested,
     RoundFailing,
+    RoundProgressed,
     RoundStarted,
     RoundStopped,
     RoundSucceeded,
@@ -235,6 +236,8 @@ class Member:
         match report:
             case RoundStarted(round):
                 self.started_round = round
+            case RoundProgressed():
+                self._update(has_progress=True)
             case RoundFailing():
                 if self.status.phase is MemberPhase.RUNNING:
                     self._update(phase=MemberPhase.FAILING)
@@ -291,6 +294,7 @@ class Member:
             runtime=0.0,
             first_success=None,
             may_be_leaving=False,
+            has_progress=False,
             members_done=0,
             peers_finished=0,
             pending_restart=None,

@@ -722,6 +722,12 @@ class CoordinatorState:
             return bool(status.failures) or status.is_permanent
         return status.phase is MemberPhase.FAILING
 
+    @property
+    def has_progress(self) -> bool:
+        """Whether a worker of the round has reported a step, on a node that is here or was."""
+        there = [*self.active(), *self.round.gone.values()]
+        return any(one.status.has_progress and self.has_placement(one) for one in there)
+
     def has_left_by_signal(self, record: MemberRecord) -> bool:
         """Whether a member leaves by a signal that may have ended its workers before."""
         status = record.status

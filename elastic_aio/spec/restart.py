@@ -15,6 +15,7 @@ from elastic_aio.outcome import Failure
 from elastic_aio.spec.checks import (
     MAX_NUMBER,
     Seconds,
+    Whole,
     check_number,
     checked_integer,
     checked_items,
@@ -255,6 +256,15 @@ class RestartPolicy(SpecValue, prefix="restart.", alike=True):
     """
     node_losses: NodeLosses | None = field(default=NodeLosses(), check=optional(_checked_losses))
     """Limit of lost nodes, which cost no restart; None for no limit."""
+    max_attempts_without_progress: int | None = field(
+        default=None,
+        check=Whole(at_least=1),
+        own_option="--max-attempts-without-progress N",
+        help="the job ends when N attempts in a row have failed in which no worker has sent"
+        " PROGRESS, whatever --max-restarts allows (default: no limit)",
+    )
+    """So many failed attempts in a row without a `PROGRESS` of any worker end the job; None for no
+    limit.  An attempt with progress begins the count anew."""
 
     def _check(self) -> None:
         if both := (self.restart_on or frozenset()) & self.never_on:
@@ -281,6 +291,9 @@ class RestartPolicy(SpecValue, prefix="restart.", alike=True):
                 " its count must be at most max_restarts"
             )
             raise SpecError("restart.window", self.window, problem)
+        if (limit := self.max_attempts_without_progress) and limit > max_restarts:
+            problem = f"is never reached with max_restarts={max_restarts}; must be at most that"
+            raise SpecError("restart.max_attempts_without_progress", limit, problem)
         settings = {
             "restart.backoff": None if self.backoff == DEFAULT_BACKOFF else self.backoff,
             "restart.healthy_after": self.healthy_after,
@@ -319,6 +332,8 @@ class RestartHistory(Struct, frozen=True):
     loss_ages: tuple[float, ...] = ()
     returned: HistoryCount = 0
     """Restarts that a healthy attempt has returned to the budget."""
+    without_progress: HistoryCount = 0
+    """Failed attempts since the last progress."""
 
 
 _AGES_MAX = 100
@@ -368,6 +383,7 @@ class RestartBudget:
         self._losses = _Count(policy.node_losses.count if policy.node_losses else 0)
         self._consecutive = 0
         self._returned = 0
+        self._without_progress = 0
 
     def __repr__(self) -> str:
         used = self.restarts - self._returned
@@ -379,6 +395,7 @@ class RestartBudget:
         self._losses.clear()
         self._consecutive = 0
         self._returned = 0
+        self._without_progress = 0
 
     @property
     def restarts(self) -> int:
@@ -390,31 +407,53 @@ class RestartBudget:
         """How many of them healthy attempts have returned."""
         return self._returned
 
-    def is_exhausted(self, ran: float) -> bool:
-        """Whether `max_restarts` allows no restart after an attempt of `ran` seconds."""
+    def is_exhausted(self, ran: float, *, has_progress: bool = True) -> bool:
+        """Whether no restart is left after an attempt of `ran` seconds.
+
+        `max_restarts` has none, or the attempts made no progress for too long.
+        """
+        return self._is_used_up(ran) or self._lacks_progress(has_progress)
+
+    def _is_used_up(self, ran: float) -> bool:
         used = 0 if self._is_healthy(ran) else self.restarts - self._returned
         return used >= self._max_restarts
 
+    def _lacks_progress(self, has_progress: bool) -> bool:
+        limit = self._policy.max_attempts_without_progress
+        return limit is not None and not has_progress and self._without_progress + 1 >= limit
+
     def decide(
-        self, root: Failure, action: RestartAction, ran: float, now: float
+        self,
+        root: Failure,
+        action: RestartAction,
+        ran: float,
+        now: float,
+        *,
+        has_progress: bool = True,
     ) -> RestartDecision:
         """Decide about a failure; `record` counts the restart when it happens.
 
-        The rules, in order: GIVE_UP of the callback, `max_restarts`, the exit codes unless the
-        callback returned RESTART, the window.  `action` is the result of the callback, DEFAULT
-        without one; the attempt `ran` so many seconds, and `now` is in monotonic seconds.
+        The rules, in order: GIVE_UP of the callback, `max_restarts`, the attempts without progress,
+        the exit codes unless the callback returned RESTART, the window.  `action` is the result of
+        the callback, DEFAULT without one; the attempt `ran` so many seconds, and `now` is in
+        monotonic seconds.
         """
         policy, status = self._policy, root.status
         # A lost status has no code.
         code = None if status.returncode is None else status.shell_code
         if action is RestartAction.GIVE_UP:
             return RestartDecision(False, "restart.decide returned GIVE_UP")
-        if self.is_exhausted(ran):
+        if self._is_used_up(ran):
             if not self._max_restarts:
                 return RestartDecision(False, "no restarts allowed (max restarts: 0)")
             count = self._max_restarts
             used = "the only restart is" if count == 1 else f"all {count} restarts are"
             return RestartDecision(False, f"{used} used up (max restarts)")
+        limit = policy.max_attempts_without_progress
+        if self._lacks_progress(has_progress):
+            which = "attempt has" if limit == 1 else f"{limit} attempts have"
+            why = f"the last {which} made no progress (max attempts without progress)"
+            return RestartDecision(False, why)
         if action is RestartAction.DEFAULT:
             if code in policy.never_on:
                 return RestartDecision(False, f"exit code {code} is in the never-on list")
@@ -433,12 +472,19 @@ class RestartBudget:
             why = f"restart {number} (max restarts: unlimited)"
         if action is RestartAction.RESTART:
             why += ", restart.decide returned RESTART"
+        self._without_progress = 0 if has_progress else self._without_progress + 1
+        if limit is not None and self._without_progress:
+            why += f", {counted(self._without_progress, 'attempt')} of {limit} without progress"
         return RestartDecision(True, why, self._delay(ran))
 
     def forbids(self, failure: Failure) -> bool:
         """Whether the exit code of a failure ends the job, whatever else has happened."""
         status = failure.status
         return status.returncode is not None and status.shell_code in self._policy.never_on
+
+    def note_progress(self) -> None:
+        """Note that an attempt has made progress, however it ends."""
+        self._without_progress = 0
 
     def lose_node(self, now: float) -> RestartDecision:
         """Count a lost node at `now` (monotonic seconds); decide whether another round follows."""
@@ -477,6 +523,7 @@ class RestartBudget:
             (*self._restarts.ages(now), *[0.0][:pending]),
             self._losses.ages(now),
             self._returned,
+            self._without_progress,
         )
 
     def follow(self, history: RestartHistory, now: float) -> None:
@@ -486,6 +533,7 @@ class RestartBudget:
         if history.restarts >= known:  # the series changes before its restart is counted
             self._consecutive = history.consecutive
             self._returned = history.returned
+            self._without_progress = history.without_progress
         self._losses.resume(history.losses, history.loss_ages, now)
 
     def _is_healthy(self, ran: float) -> bool:

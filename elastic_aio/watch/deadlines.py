@@ -148,6 +148,7 @@ class DeadlineTable:
         """Begin; workers that run `unfinished_after` seconds after a success are reported."""
         self.workers: dict[int, WorkerReport] = {}
         self.agreed_change = -1  # the last pending change to which all running workers agree
+        self.has_progress = False  # whether a worker has reported a step in this attempt
         self.peers_finished = 0  # workers of other nodes that have finished, as far as is known
         self.is_stopping = False  # then only the deadlines of timers count
         self._spec = spec
@@ -213,6 +214,7 @@ class DeadlineTable:
                 if step != report.step:
                     report.step, report.step_at = step, now
                     report.missed.discard("progress")
+                self.has_progress |= bool(step)
             case b"PHASE" if len(report.phases) < _PHASES_MAX:
                 report.phases.append(Phase(one_line(text, _STEP_MAX), now, None))
             case b"PHASE_TIMEOUT_USEC" if report.phases:

@@ -65,6 +65,7 @@ class Watchdog:
         directory: Callable[[int], str | None],
         read_messages: Callable[[], None],
         on_agreed: Callable[[int, int], None],
+        on_progress: Callable[[int], None],
         on_hung: Callable[[int, str], None],
         on_stuck: Callable[[int], None],
         unfinished_after: float,
@@ -81,6 +82,7 @@ class Watchdog:
         self._directory = directory
         self._read_messages = read_messages
         self._on_agreed = on_agreed
+        self._on_progress = on_progress
         self._on_hung = on_hung
         self._on_stuck = on_stuck
         self._make_table = partial(DeadlineTable, spec, unfinished_after=unfinished_after)
@@ -145,7 +147,10 @@ class Watchdog:
             self._report_ready(worker)
 
     def on_message(self, local_rank: int, message: bytes) -> None:
+        had_progress = self._table.has_progress
         has_become_ready = self._table.feed(local_rank, message, self._clock.now())
+        if self._table.has_progress and not had_progress:
+            self._on_progress(self._attempt)
         if has_become_ready and (worker := self._workers.get(local_rank)) is not None:
             self._report_ready(worker)
         self._set_alarm(self._table.deadline_of(local_rank))

@@ -123,6 +123,45 @@ async def test_window() -> None:
     assert "restart window" in result.reason
 
 
+STEP = "echo PROGRESS=$TORCHELASTIC_RESTART_COUNT >&$ELASTIC_AIO_NOTIFY_FD"
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize(
+    ("script", "attempts"),
+    [
+        ("true", 3),
+        ("echo WATCHDOG=1 >&$ELASTIC_AIO_NOTIFY_FD", 3),
+        ("echo PROGRESS= >&$ELASTIC_AIO_NOTIFY_FD", 3),
+        (f"[ $TORCHELASTIC_RESTART_COUNT = 1 ] && {STEP}", 5),
+        (f"[ $TORCHELASTIC_RESTART_COUNT -lt 5 ] && {STEP}", 8),
+    ],
+)
+async def test_attempts_without_progress_end_the_job(script: str, attempts: int) -> None:
+    """Exactly so many in a row, whatever `max_restarts` allows; the last words count too."""
+    spec = LaunchSpec(
+        shell(f"{script}; exit 9"),
+        nproc_per_node=2,
+        max_restarts="unlimited",
+        restart=at_once(max_attempts_without_progress=3),
+    )
+    result = await failed(spec)
+    assert (result.restarts, result.exit_code) == (attempts - 1, 9)
+    why = "the last 3 attempts have made no progress (max attempts without progress)"
+    assert result.reason == why
+
+
+async def test_the_restarts_of_a_job_with_progress_are_those_of_max_restarts() -> None:
+    result = await failed(
+        LaunchSpec(
+            shell(f"{STEP}; exit 9"),
+            max_restarts=4,
+            restart=at_once(max_attempts_without_progress=1),
+        )
+    )
+    assert (result.restarts, result.reason) == (4, "all 4 restarts are used up (max restarts)")
+
+
 @pytest.mark.slow
 async def test_a_window_slides() -> None:
     """Restarts older than the window do not count."""
@@ -364,6 +403,7 @@ async def test_stop_during_the_back_off() -> None:
         ({"restart_on": {1, 2}, "never_on": {2}}, "restart.never_on"),
         ({"restart_on": set()}, "restart.restart_on"),
         ({"window": (9, 60)}, "restart.window"),
+        ({"max_attempts_without_progress": 4}, "restart.max_attempts_without_progress"),
         ({"window": (2, 1), "backoff": Backoff(initial=5, jitter=False)}, "restart.window"),
         ({"backoff": Backoff(initial=5, cap=1)}, "restart.backoff.cap"),
         ({"never_on": {0}}, "restart.never_on"),

@@ -30,6 +30,7 @@ from elastic_aio.agent.machine import (
     LeftRendezvous,
     NotePeers,
     PreemptionReceived,
+    ProgressMade,
     Publish,
     RestartReceived,
     SendReport,
@@ -331,6 +332,7 @@ ROWS: dict[str, Row] = {
     "running: all workers have agreed": case(
         RUNNING, WorkersAgreed(7, 3), [SendReport(ChangeAgreed(7, 3))], P.RUNNING
     ),
+    "running: a worker has reported a step": case(RUNNING, ProgressMade(7), [], P.RUNNING),
     "running: of another attempt": case(RUNNING, WorkersAgreed(6, 3), [], P.RUNNING),
     "stopping: all workers have agreed": case(
         [*RUNNING, stop_round(7)], WorkersAgreed(7, 3), [], P.STOPPING

@@ -113,6 +113,7 @@ ONE: dict[type[SpecValue], dict[str, list[tuple[Any, str]]]] = {
         "backoff": [(5, "must be a Backoff (got 5)")],
         "healthy_after": [(0, f"{POSITIVE} (got 0)")],
         "decide": [(5, "must be callable (got 5)")],
+        "max_attempts_without_progress": [(0, f"{WHOLE} 1 (got 0)")],
         "node_losses": [
             (5, "must be a NodeLosses, or None for no limit"),
             (NodeLosses(count=999_999_999), f"{EXHAUSTED} its delays take"),

@@ -418,6 +418,7 @@ class SlowWatchdog(Watchdog):
             directory=lambda attempt: None,
             read_messages=lambda: None,
             on_agreed=lambda attempt, change: None,
+            on_progress=lambda attempt: None,
             on_hung=lambda local_rank, why: self.hung.set_result(local_rank),
             on_stuck=lambda local_rank: None,
             unfinished_after=LONG,

@@ -61,6 +61,7 @@ from elastic_aio.rendezvous.base import (
     RestartCause,
     RestartPending,
     RoundFailing,
+    RoundProgressed,
     RoundStarted,
     RoundStopped,
     RoundSucceeded,
@@ -185,6 +186,7 @@ class HandlerRendezvous(Rendezvous):
         self._round = -1
         self._changes = 0
         self._preempted = ""  # why: torch's handlers pass no notice on to other nodes
+        self._has_progress = False
 
     async def open(self) -> None:
         self._thread = HandlerThread()
@@ -241,7 +243,7 @@ class HandlerRendezvous(Rendezvous):
 
     async def _round_end(self) -> RoundStopped | RoundSucceeded:
         """Wait for the end of the round, which waiting nodes bring about."""
-        is_running, is_stopping = False, False
+        is_running = is_stopping = self._has_progress = False
         while True:
             is_watching = is_running and not is_stopping
             try:
@@ -263,6 +265,8 @@ class HandlerRendezvous(Rendezvous):
                     is_running = True
                 case RoundFailing():
                     is_stopping = True
+                case RoundProgressed():
+                    self._has_progress = True
                 case RoundStopped() | RoundSucceeded():
                     return report
 
@@ -285,7 +289,9 @@ class HandlerRendezvous(Rendezvous):
                     return self._failed(stopped, why_undecided(self._decide_timeout)), None
                 action = deciding.result()
             now = time.monotonic()
-            decision = self._budget.decide(failures[0], action, stopped.runtime, now)
+            decision = self._budget.decide(
+                failures[0], action, stopped.runtime, now, has_progress=self._has_progress
+            )
             if decision.restart:
                 self._budget.record(now)
                 cause = RestartCause(
