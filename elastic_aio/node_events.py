@@ -75,6 +75,31 @@ class NodeRefused(Event, frozen=True, kw_only=True):
         return f"node {self.name} was refused: {self.why}"
 
 
+class NodeExcluded(Event, frozen=True, kw_only=True):
+    """A node takes part in no round for a time, because of `why`; its launcher stays.
+
+    `name` and `member` are as in `NodeJoined`.
+    """
+
+    name: str
+    member: str
+    why: str
+    """Which worker has excluded it, and why, for example."""
+    seconds: float | None = None
+    """Seconds until it may take part again; None: as long as it runs, or another node knows."""
+    is_own: bool = False
+    """Whether the node that reports this is the one that is excluded."""
+
+    def _change(self, status: StatusTracker) -> None:
+        if self.is_own:
+            status.enter("excluded", self.time, self.why)
+
+    def _text(self) -> str:
+        which = "this node" if self.is_own else f"node {self.name}"
+        until = "" if self.seconds is None else f" for {self.seconds:g} s"
+        return f"{which} is excluded{until}: {self.why}"
+
+
 class RoundForming(Event, frozen=True, kw_only=True):
     """The job waits for `minimum` to `maximum` nodes to form the round number `round`."""
 

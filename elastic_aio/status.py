@@ -18,6 +18,7 @@ PHASES: Final = (
     "starting",
     "forming",
     "standby",
+    "excluded",
     "running",
     "stopping",
     "restarting",
@@ -85,8 +86,8 @@ class JobStatus(Struct, frozen=True, kw_only=True):
     seq: int = -1
     """Number of the last event that is taken into account: a cursor for `Agent.events`."""
     phase: str = "starting"
-    """One of `starting`, `forming` (waiting for nodes), `standby`, `running`, `stopping`,
-    `restarting`, and at the end `succeeded`, `failed`, `stopped` and `preempted`."""
+    """One of `starting`, `forming` (waiting for nodes), `standby`, `excluded`, `running`,
+    `stopping`, `restarting`, and at the end `succeeded`, `failed`, `stopped` and `preempted`."""
     since: float = 0.0
     """Unix seconds since when the job is in this phase."""
     reason: str = ""
@@ -244,6 +245,8 @@ class StatusTracker:
 
     def enter(self, phase: str, time: float, reason: str = "") -> None:
         """Enter a phase, or give another reason for it."""
+        if self.phase in ("standby", "excluded") and phase in ("stopping", "restarting"):
+            return  # it is what the other nodes do
         self.reason = reason
         if phase == self.phase:
             return
@@ -269,7 +272,7 @@ class StatusTracker:
             return self._goodput
         if self.phase == "running":
             kind = "productive"
-        elif self.phase in ("forming", "standby") or not self._has_run:
+        elif self.phase in ("forming", "standby", "excluded") or not self._has_run:
             kind = "waiting"
         else:
             kind = "restarting"

@@ -158,5 +158,5 @@ def test_the_package_is_typed() -> None:
 
 def test_workers_get_few_names() -> None:
     worker = importlib.import_module("elastic_aio.worker")
-    assert len(worker.__all__) <= 11
+    assert len(worker.__all__) <= 12
     assert all(getattr(worker, name).__doc__ for name in worker.__all__)

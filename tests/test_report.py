@@ -31,6 +31,7 @@ from elastic_aio import (
     LostJobFound,
     MembershipChanged,
     MembershipPending,
+    NodeExcluded,
     NodeJoined,
     NodeLeft,
     NodeLost,
@@ -325,6 +326,10 @@ EVENTS: list[tuple[Event, int, str]] = [
      "node a is lost: silent for 5 s"),
     (NodeRefused(name="e", member="e_1", why="another role"), WARNING,
      "node e was refused: another role"),
+    (NodeExcluded(name="e", member="e_1", why="rank 3: ECC"), WARNING,
+     "node e is excluded: rank 3: ECC"),
+    (NodeExcluded(name="e", member="e_1", why="rank 3: ECC", seconds=300.0, is_own=True), WARNING,
+     "this node is excluded for 300 s: rank 3: ECC"),
     (RoundForming(round=3, joined=3, minimum=4, maximum=4, present=("a", "b", "d"), missing=("c",),
      refused=("e: wrong role",), time_left=12.3), WARNING,
      "workers stopped, waiting for nodes: 3 nodes present (a, b, d), minimum 4, maximum 4, "

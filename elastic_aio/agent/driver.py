@@ -40,6 +40,7 @@ from elastic_aio.agent.machine import (
     DecisionMade,
     Effect,
     EffectResult,
+    ExclusionReceived,
     Finish,
     GroupStarted,
     GroupStopped,
@@ -172,6 +173,7 @@ class Driver:
         self._has_shown_notice = False
         runtime.liveness.on_agreed = self.on_agreed
         runtime.liveness.on_progress = lambda attempt: self.receive(ProgressMade(attempt))
+        runtime.liveness.on_excluded = self.on_excluded
 
     def __repr__(self) -> str:
         return f"<Driver of run {self._runtime.run_id}: {self._machine!r}>"
@@ -366,6 +368,10 @@ class Driver:
     def on_agreed(self, attempt: int, change: int) -> None:
         """Note that all workers of an attempt agree to a pending change."""
         self.receive(WorkersAgreed(attempt, change))
+
+    def on_excluded(self, attempt: int, why: str, seconds: float | None = None) -> None:
+        """Note that this node is to take part in no further round (see `ExclusionReceived`)."""
+        self.receive(ExclusionReceived(attempt, why, seconds))
 
     async def dump(self, reason: str) -> StackDump:
         return await self._runtime.liveness.dump(reason)

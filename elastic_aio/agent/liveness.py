@@ -65,6 +65,8 @@ class Liveness:
         """Called with the attempt, and the number of a change to which all its workers agree."""
         self.on_progress: Callable[[int], None] = lambda attempt: None
         """Called with the attempt when a worker reports the first step of it."""
+        self.on_excluded: Callable[[int, str], None] = lambda attempt, why: None
+        """Called with the attempt, and why a worker of it excludes this node."""
         self.peers_finished = 0  # workers of other nodes that have finished, as far as is known
         self._spec = spec
         self._clock = clock
@@ -129,6 +131,7 @@ class Liveness:
                 read_messages=self._sockets.read_all,
                 on_agreed=lambda attempt, change: self.on_agreed(attempt, change),
                 on_progress=lambda attempt: self.on_progress(attempt),
+                on_excluded=lambda attempt, why: self.on_excluded(attempt, why),
                 on_hung=lambda local_rank, why: self._on_hung(local_rank, why),
                 on_stuck=lambda local_rank: self._on_stuck(local_rank),
                 unfinished_after=self._unfinished_after,

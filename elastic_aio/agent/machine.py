@@ -34,6 +34,7 @@ A job of one node
 * A failure that a SIGTERM to all processes may have caused is judged `LEAVING_S` later, if it could
   be repeated: a stop that is received by then has ended the attempt.
 * A process that could not be killed is left behind, and no attempt follows.
+* No failed attempt is followed by another once this node is excluded: the job has no other node.
 * A requested restart stops the group.  Another attempt follows, which costs no restart, unless a
   worker fails by itself before the group has ended: that counts as a failure.  A request ends a
   back-off; where an attempt is ending already, it changes nothing.
@@ -106,6 +107,7 @@ if TYPE_CHECKING:  # a job of one node pays for no rendezvous
     )
 
 CANNOT_KILL = "a process could not be killed"
+EXCLUDED = "the only node of the job is excluded"
 
 # ---------------------------------------------------------------------- inputs
 
@@ -154,6 +156,17 @@ class ProgressMade(Struct, frozen=True):
     """A worker of an attempt has reported a step, the first of the attempt."""
 
     attempt: int
+
+
+class ExclusionReceived(Struct, frozen=True):
+    """This node is to take part in no further round, because of `why`.
+
+    `seconds`: until it may again; None: the time that the spec says.
+    """
+
+    attempt: int
+    why: str
+    seconds: float | None = None
 
 
 class WorkerEnded(Struct, frozen=True):
@@ -259,6 +272,7 @@ EffectResult = (
     | WorkerHung
     | WorkersAgreed
     | ProgressMade
+    | ExclusionReceived
     | WorkerEnded
     | GroupStopped
     | DecisionMade
@@ -489,6 +503,8 @@ class AgentMachine(ABC):
                 return self._on_notice_agreed() if is_agreed else []
             case ProgressMade():
                 return self._on_progress()
+            case ExclusionReceived():
+                return self._on_excluded(result)
             case BackoffElapsed() if self._awaiting:
                 why, self._awaiting = self._awaiting, ""
                 return self._on_failing(why)
@@ -524,6 +540,10 @@ class AgentMachine(ABC):
     def _on_progress(self) -> list[Effect]:
         self._has_progress = True
         return []
+
+    @abstractmethod
+    def _on_excluded(self, excluded: ExclusionReceived) -> list[Effect]:
+        """Handle that this node is not to be used any more."""
 
     def _on_start_failed(self, failed: StartFailed) -> list[Effect]:
         self._start_failure = failed
@@ -661,6 +681,7 @@ class SingleNodeMachine(AgentMachine):
         self._waits_for_stop = waits_for_stop
         self._budget = RestartBudget(spec.max_restarts, spec.restart, random)
         self._restart: RestartReceived | None = None
+        self._exclusion = ""
 
     def __repr__(self) -> str:
         return f"<SingleNodeMachine {self.phase.value}, attempt {self.attempt}, {self._budget!r}>"
@@ -692,6 +713,10 @@ class SingleNodeMachine(AgentMachine):
                 return self._start()
             case BackoffElapsed() if self.phase is AgentPhase.DECIDING:
                 return self._judge()
+        return []
+
+    def _on_excluded(self, excluded: ExclusionReceived) -> list[Effect]:
+        self._exclusion = excluded.why
         return []
 
     def _start(self) -> list[Effect]:
@@ -773,6 +798,8 @@ class SingleNodeMachine(AgentMachine):
     def _after_failure(self, root: Failure) -> list[Effect]:
         if self._start_failure is not None and self._start_failure.permanent:
             return self._give_up(self._start_failure.why_permanent)
+        if self._exclusion:
+            return self._give_up(f"{EXCLUDED}: {self._exclusion}")
         if self._spec.restart.decide is None or self._is_exhausted:
             return self._apply(RestartAction.DEFAULT)
         if self._is_ending:
@@ -789,6 +816,8 @@ class SingleNodeMachine(AgentMachine):
         decision = self._budget.decide(root, action, self._uptime, now, has_progress=has_progress)
         if not decision.restart:
             return self._give_up(decision.why)
+        if action is RestartAction.EXCLUDE:
+            return self._give_up(f"{EXCLUDED}: restart.decide returned EXCLUDE")
         if self._is_ending:
             return self._finish_stopped()
         self._budget.record(now)

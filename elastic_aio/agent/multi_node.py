@@ -87,6 +87,7 @@ Rules
     LIVE       PeersFinished                     the same  NotePeers
     LIVE       WorkersAgreed                     the same  SendReport ChangeAgreed
     any        ProgressMade, where it counts     the same  SendReport RoundProgressed
+    any        ExclusionReceived                 the same  SendReport ExclusionRequested
 """
 
 from __future__ import annotations
@@ -104,6 +105,7 @@ from elastic_aio.agent.machine import (
     CancelBackOff,
     Effect,
     EffectResult,
+    ExclusionReceived,
     Finish,
     GroupStarted,
     GroupStopped,
@@ -133,6 +135,7 @@ from elastic_aio.rendezvous.base import (
     ChangeAgreed,
     ChangePending,
     EndJob,
+    ExclusionRequested,
     Instruction,
     NodeDraining,
     PeersFinished,
@@ -327,6 +330,12 @@ class MultiNodeMachine(AgentMachine):
         # Other jobs pay for no message.
         counts = self._spec.restart.max_attempts_without_progress is not None
         return [SendReport(RoundProgressed(self.round))] if counts else []
+
+    def _on_excluded(self, excluded: ExclusionReceived) -> list[Effect]:
+        why, seconds = excluded.why, excluded.seconds
+        if seconds is None:
+            seconds = self._spec.restart.exclude_for
+        return [SendReport(ExclusionRequested(self.round, why, seconds))]
 
     def _on_failing(self, why: str) -> list[Effect]:
         if self._has_notice:

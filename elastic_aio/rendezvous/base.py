@@ -81,7 +81,8 @@ class RestartCause(Struct, frozen=True, gc=False):
     `attempt` is its number, `why` the rule that applies, `restarts` the number of restarts
     so far, and `delay` the seconds until it begins.  `root` is the failure that ended the
     previous attempt; None after a change of the membership, or a request (`is_requested`).
-    `returned` restarts no longer count.
+    `returned` restarts no longer count.  `excludes` is the member that is excluded because of
+    `root`, or empty.
     """
 
     attempt: int
@@ -91,6 +92,7 @@ class RestartCause(Struct, frozen=True, gc=False):
     root: Failure | None = None
     is_requested: bool = False
     returned: int = 0
+    excludes: str = ""
 
 
 # ------------------------------------------------------------- instructions
@@ -214,6 +216,17 @@ class RestartRequested(Struct, frozen=True, gc=False):
     why: str
 
 
+class ExclusionRequested(Struct, frozen=True, gc=False):
+    """This node is to take part in no round after `round`, because of `why`.
+
+    `seconds`: until it may again, once no worker runs there; None: as long as its launcher runs.
+    """
+
+    round: int
+    why: str
+    seconds: float | None = None
+
+
 class NodeDraining(Struct, frozen=True, gc=False):
     """This node stops its workers, because of `why`, and leaves when they have ended."""
 
@@ -240,6 +253,7 @@ Report = (
     | RoundStopped
     | RoundSucceeded
     | RestartRequested
+    | ExclusionRequested
     | NodeDraining
     | ChangeAgreed
     | PreemptionNoticed

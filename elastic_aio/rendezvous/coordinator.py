@@ -32,6 +32,7 @@ Rules
   the worker before the agent.  Its failure is judged `LEAVING_S` later.
 * Members whose workers run learn, a second later, that another member has succeeded: their workers
   may wait for one that has exited too early.
+* An excluded member takes part in no further round until it has said that it may (see `formation`).
 * A joiner whose host has left soon after it joined stands by for a growing time.
 * Once a member of the round has notice of a preemption, no other round follows: all members get the
   notice, joiners stand by, and the job ends as preempted when no member has workers, or all workers
@@ -113,6 +114,7 @@ from elastic_aio.rendezvous.formation import (
     find_rank_holders,
     form_round,
     form_when_possible,
+    note_exclusions,
     recover_round,
     stop_active,
     wait_for_ranks,
@@ -255,7 +257,7 @@ def _reform(state: CoordinatorState, active: list[MemberRecord]) -> None:
     """Form another round of the remaining nodes, or stop and wait for more nodes."""
     if state.round.has_lost_member and charge_node_loss(state):
         return
-    active = [one for one in active if not one.status.drain_reason]
+    active = [one for one in active if not (one.status.drain_reason or one.is_excluded)]
     waiting = [
         one for one in state.unplaced() if not one.status.is_busy and not one.refused_because
     ]
@@ -281,8 +283,10 @@ def _scale_up(state: CoordinatorState, active: list[MemberRecord], *, is_closing
     limit = state.settings.scale_up_limit
     is_delayed = len(ready) < free and state.arm(until)
     has_agreed = limit == 0 or _have_agreed(state, active)
-    if ready and not is_delayed and (has_agreed or not state.arm(until + limit)):
-        form_round(state, [*active, *ready], why)
+    staying = [one for one in active if not one.is_excluded]
+    is_possible = bool(ready) and len(staying) + len(ready) >= state.settings.minimum
+    if is_possible and not is_delayed and (has_agreed or not state.arm(until + limit)):
+        form_round(state, [*staying, *ready], why)
     elif state.settings.scale_up_delay + limit > _BURST_S:
         _announce_change(state, active, ready, why, until + limit)
 
@@ -572,8 +576,19 @@ def _consult_policy(state: CoordinatorState, action: RestartAction) -> None:
         return
     attempt, restarts = state.round.attempt + 1, state.budget.restarts + 1
     root, returned = truncate_failure(root), state.budget.returned
-    cause = RestartCause(attempt, decision.why, restarts, decision.delay, root, returned=returned)
+    excludes = ""
+    if action is RestartAction.EXCLUDE:
+        owners = (one.member for one in state.active() if _has_rank(state, one, root.rank))
+        excludes = next(owners, "")
+    cause = RestartCause(
+        attempt, decision.why, restarts, decision.delay, root, returned=returned, excludes=excludes
+    )
     _restart(state, cause)
+
+
+def _has_rank(state: CoordinatorState, record: MemberRecord, rank: int) -> bool:
+    first = state.round.placements[record.member].span.first_rank
+    return first <= rank < first + record.status.node.nproc
 
 
 def _runtime(state: CoordinatorState) -> float:
@@ -590,8 +605,10 @@ def _restart(state: CoordinatorState, cause: RestartCause) -> None:
     state.round.cause = cause
     state.round.wait_until = state.now + cause.delay
     state.phase = CoordinatorPhase.BACKING_OFF
-    for record in state.eligible():
-        state.outbox.send(record, RestartPending(cause))
+    for record in state.attending():
+        # The order that has excluded a node stands until it is acknowledged.
+        if record.member in state.round.placements or not record.is_excluded:
+            state.outbox.send(record, RestartPending(cause))
 
 
 _STEPS: dict[CoordinatorPhase, Callable[[CoordinatorState], None]] = {
@@ -624,6 +641,8 @@ def decide(state: CoordinatorState, now: float) -> list[CoordinatorEffect]:
         else:
             _preempt(state, state.preemption)
     wait_for_ranks(state)
+    if state.phase is not CoordinatorPhase.ENDING:
+        note_exclusions(state)
     state.publish_waiting()
     state.record_round()
     return state.outbox.drain(state.budget.history(now))

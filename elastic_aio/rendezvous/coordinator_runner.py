@@ -14,7 +14,14 @@ from elastic_aio.aio import Notifier, cancel_and_wait, create_task, monotonic_cl
 from elastic_aio.discovery.runs import end_of, record_end
 from elastic_aio.errors import StoreError, StoreLost
 from elastic_aio.events import Event, JobFinished
-from elastic_aio.node_events import NodeJoined, NodeLeft, NodeLost, NodeRefused, RoundWaiting
+from elastic_aio.node_events import (
+    NodeExcluded,
+    NodeJoined,
+    NodeLeft,
+    NodeLost,
+    NodeRefused,
+    RoundWaiting,
+)
 from elastic_aio.outcome import Failure, JobOutcome
 from elastic_aio.rendezvous.base import AgentPort, EndJob, NodeInfo, StartRound
 from elastic_aio.rendezvous.coordinator import decide
@@ -46,7 +53,7 @@ _PACE_S = 20e-6
 _PAUSE_MIN_S = 0.001
 """Seconds below which a timer is not exact."""
 
-_LOCAL_EVENTS = (NodeJoined, NodeLeft, NodeLost, NodeRefused, RoundWaiting)
+_LOCAL_EVENTS = (NodeJoined, NodeLeft, NodeLost, NodeRefused, NodeExcluded, RoundWaiting)
 """Events of the coordinator that its own node publishes too; other events, each node publishes."""
 
 
@@ -86,6 +93,7 @@ class CoordinatorRunner:
         """Of the unwritten events, and of the departure."""
         self._deciding: asyncio.Task[None] | None = None
         self._coordinator: CoordinatorState
+        self._member = ""
         self._has_departed = False
         """Whether the coordinator has acted on the end of this member's own status."""
         self._cleared = (-1, "")
@@ -106,6 +114,7 @@ class CoordinatorRunner:
             StoreError: the store is lost, or the lease has ended.
         """
         self._departed.clear()
+        self._member = name
         self._recorded = await store.peek(_ROUND) or b""
         former, now = RoundRecord.decode(self._recorded), asyncio.get_running_loop().time()
         if former is not None and former.history is not None:
@@ -277,7 +286,8 @@ class CoordinatorRunner:
     # ------------------------------------------------------------------- events
 
     def _publish(self, event: Event) -> None:
-        if isinstance(event, _LOCAL_EVENTS):
+        has_own = isinstance(event, NodeExcluded) and event.member == self._member
+        if isinstance(event, _LOCAL_EVENTS) and not has_own:
             self._agent.on_event(event)
         stamped = replace(event, time=wall_clock(), run_id=self._run_id, node=self._node.name)
         self._unwritten.append(stamped)

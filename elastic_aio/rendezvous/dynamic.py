@@ -29,6 +29,7 @@ from elastic_aio.discovery.network import StoreNetwork
 from elastic_aio.errors import HostError, SpecError, StoreError
 from elastic_aio.events import Event, WorkerStoreRefused
 from elastic_aio.node_events import (
+    NodeExcluded,
     RendezvousStoreAwaited,
     RendezvousStoreLost,
     RendezvousStoreRecovered,
@@ -258,23 +259,7 @@ class DynamicRendezvous(Rendezvous):
         self._run_id = run_id
         self._locator = self._make_locator(network)
         self._round_settings = round_settings(spec)
-        self._member = Member(
-            # The name of the host makes it readable.
-            f"{node.name}.{node.pid}.{random_bytes(4).hex()}",
-            MemberStatus(
-                serial=0,
-                node=node,
-                address="",
-                port=0,
-                preferred_rank=settings.node_rank,
-                minimum=spec.nnodes.minimum,
-                maximum=spec.nnodes.maximum,
-                program=self._round_settings.program,
-                uid=self._round_settings.uid,
-                policy=self._round_settings.policy,
-                stop_time=spec.stop.grace + spec.stop.reap_timeout,
-            ),
-        )
+        self._member = _make_member(spec, settings, self._round_settings, node)
         self._hosts_worker_store, self._program = spec.host_store, _program_of(spec)
         self._budget = RestartBudget(spec.max_restarts, spec.restart, random.random)
         self._other_runs = OtherRuns(settings, run_id, agent.on_event)
@@ -285,6 +270,7 @@ class DynamicRendezvous(Rendezvous):
         self._settled_at = 0.0
         self._attending: asyncio.Task[None] | None = None
         self._probing: asyncio.Task[None] | None = None
+        self._excluding: asyncio.Task[None] | None = None
         self._silence = SilenceWatch(spec, self._member, lambda: self._session, self._perform)
         self._former = FormerStay()
         self._leaves = 0
@@ -316,8 +302,7 @@ class DynamicRendezvous(Rendezvous):
         self._attending = create_task(self._attend(), name=f"rendezvous {self._run_id}")
 
     def report(self, report: Report) -> None:
-        self._member.report(report)
-        self._changed.notify_all()
+        self._perform(self._member.report(report))
 
     def abandoned(self) -> Awaitable[None]:
         return self._wait_abandoned()
@@ -486,6 +471,11 @@ class DynamicRendezvous(Rendezvous):
                 case RoundForming():
                     looks = self._session is not None and self._session.is_leader
                     self._agent.on_event(self._other_runs.complete(effect, looks=looks))
+                case NodeExcluded(seconds=seconds):
+                    self._agent.on_event(effect)
+                    if seconds is not None:
+                        ending = self._end_exclusion(seconds)
+                        self._excluding = create_task(ending, name="end of the exclusion")
                 case Event():
                     self._agent.on_event(effect)
                 case ProbePeers():
@@ -525,6 +515,12 @@ class DynamicRendezvous(Rendezvous):
             self._perform(self._member.fail(str(error)))
             return False
         return True
+
+    async def _end_exclusion(self, seconds: float) -> None:
+        """Take part again after so many seconds: time is the condition."""
+        await asyncio.sleep(seconds)
+        self._member.readmit()
+        self._changed.notify_all()
 
     async def _probe(self, probe: ProbePeers) -> None:
         """Connect to the address at which the workers would meet."""
@@ -566,7 +562,7 @@ class DynamicRendezvous(Rendezvous):
         self._silence.cancel()
         if self._session is not None and self._leaves == 1:
             await self._leave_session(self._session)
-        running = (self._probing, self._attending, self._other_runs.stop())
+        running = (self._probing, self._excluding, self._attending, self._other_runs.stop())
         tasks = [task for task in running if task is not None]
         for task in tasks:
             if not task.cancelling():
@@ -611,6 +607,29 @@ class DynamicRendezvous(Rendezvous):
                 finally:
                     timer.cancel()
                     self._draining = None
+
+
+def _make_member(
+    spec: LaunchSpec, settings: RendezvousSpec, alike: RoundSettings, node: NodeInfo
+) -> Member:
+    return Member(
+        # The name of the host makes it readable.
+        f"{node.name}.{node.pid}.{random_bytes(4).hex()}",
+        MemberStatus(
+            serial=0,
+            node=node,
+            address="",
+            port=0,
+            preferred_rank=settings.node_rank,
+            minimum=spec.nnodes.minimum,
+            maximum=spec.nnodes.maximum,
+            program=alike.program,
+            uid=alike.uid,
+            policy=alike.policy,
+            stop_time=spec.stop.grace + spec.stop.reap_timeout,
+        ),
+        exclude_for=spec.restart.exclude_for,
+    )
 
 
 def order_timeout(spec: LaunchSpec) -> float:

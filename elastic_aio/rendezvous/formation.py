@@ -51,6 +51,15 @@ or was missing when a round was recovered.  With L for `heartbeat_timeout`, F fo
 * A member that has left while its workers run has gone to another store (or the rounds may
   overlap).  It has L to get there.
 
+Excluded nodes
+==============
+
+A member says in its status why it is excluded, and takes it back when the time is over: so any
+coordinator knows.  Its workers run until the round ends for another reason, and it is no candidate
+of the next rounds; a member on standby takes its place in the same change.  `restart.decide`
+excludes the member of the root cause: `RestartPending` says so, and until its acknowledgement the
+coordinator knows by that order.
+
 Fixed ranks
 ===========
 
@@ -68,7 +77,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from elastic_aio.node_events import NodeJoined, RoundForming
+from elastic_aio.node_events import NodeExcluded, NodeJoined, RoundForming
 from elastic_aio.outcome import EndCause, JobOutcome
 from elastic_aio.ranks import NodeSize, assign_node_ranks
 from elastic_aio.rendezvous.base import (
@@ -109,7 +118,7 @@ _REPEAT_S = 15.0
 
 def recover_round(state: CoordinatorState) -> None:
     """Continue with the newest round that a member reports, if there is a report."""
-    reported = {one.member: one.status.placement for one in state.eligible()}
+    reported = {one.member: one.status.placement for one in state.attending()}
     held = {member: one for member, one in reported.items() if one is not None}
     due = state.timer.since + state.settings.recovery_timeout
     former = state.former
@@ -276,6 +285,8 @@ def form_round(state: CoordinatorState, candidates: list[MemberRecord], why: str
         if running or state.arm(max(state.fenced_until, _arrivals_until(state))):
             return
     former = state.round.placements
+    # With `overlap`, the workers of a node that is excluded still run.
+    candidates = [one for one in candidates if not one.is_excluded]
     candidates.sort(
         key=lambda one: (one.member not in former, not one.status.is_host, one.joined_at)
     )
@@ -312,7 +323,12 @@ def _arrivals_until(state: CoordinatorState) -> float:
                 record
             )
     until = -math.inf
+    newest: dict[str, int] = {}
+    for number, formed_by in sorted(rounds):
+        newest[formed_by.rpartition("@")[2]] = number
     for placement, arrived in rounds.values():
+        if placement.round < newest[placement.formed_by.rpartition("@")[2]]:
+            continue  # an excluded node was in it; its workers had stopped before the next round
         missing = set(range(placement.span.group_world_size)) - arrived.keys()
         members_done = max(one.status.members_done for one in arrived.values())
         is_first_move = all(one.status.moves <= 1 for one in arrived.values())
@@ -476,7 +492,11 @@ def _round_forming(state: CoordinatorState, candidates: list[MemberRecord]) -> R
     if settings.fixed_ranks:
         taken = {one.status.preferred_rank for one in candidates}
         missing = [f"rank {rank}" for rank in range(settings.maximum) if rank not in taken]
-    refused = [one for one in state.members.values() if one.refused_because]
+    refused = [
+        (one.name, one.refused_because or f"excluded ({one.excluded_because})")
+        for one in state.members.values()
+        if one.refused_because or one.excluded_because
+    ]
     return RoundForming(
         round=state.next_round,
         joined=len(candidates),
@@ -484,7 +504,7 @@ def _round_forming(state: CoordinatorState, candidates: list[MemberRecord]) -> R
         maximum=settings.maximum,
         present=tuple(one.name for one in candidates[:NAMES_MAX]),
         missing=tuple(missing[:NAMES_MAX]),
-        refused=tuple(f"{one.name}: {one.refused_because}" for one in refused[:NAMES_MAX]),
+        refused=tuple(f"{name}: {why}" for name, why in refused[:NAMES_MAX]),
     )
 
 
@@ -587,6 +607,15 @@ def _reject(state: CoordinatorState, record: MemberRecord, why: str) -> None:
     state.outbox.send(record, Reject(why))
 
 
+def note_exclusions(state: CoordinatorState) -> None:
+    """Publish which members are excluded from now on."""
+    for record in state.admitted():
+        why = "" if record.status.is_busy else record.status.exclusion
+        if why and why != record.excluded_because:
+            state.outbox.publish(NodeExcluded(name=record.name, member=record.member, why=why))
+        record.excluded_because = why
+
+
 # -------------------------------------------------------------- fixed ranks
 
 
@@ -597,7 +626,7 @@ def find_rank_holders(state: CoordinatorState) -> None:
     placements = state.round.placements
     holders: dict[int | None, MemberRecord] = {}
     for record in sorted(
-        state.admitted(),
+        (one for one in state.admitted() if not one.is_excluded),
         key=lambda one: (one.member not in placements, -one.status.round, one.joined_at),
     ):
         holder = holders.setdefault(record.status.preferred_rank, record)

@@ -8,12 +8,18 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from elastic_aio.events import Event
-from elastic_aio.node_events import CoordinatorChanged, NodeStandby, StandbyPromoted
+from elastic_aio.node_events import (
+    CoordinatorChanged,
+    NodeExcluded,
+    NodeStandby,
+    StandbyPromoted,
+)
 from elastic_aio.outcome import EndCause, JobOutcome
 from elastic_aio.rendezvous.base import (
     ChangeAgreed,
     ChangePending,
     EndJob,
+    ExclusionRequested,
     Instruction,
     NodeDraining,
     PeersFinished,
@@ -52,8 +58,13 @@ MemberEffect = Instruction | Event | ProbePeers
 class Member:
     """A member; `status` is the status that it should have in the store now."""
 
-    def __init__(self, name: str, status: MemberStatus) -> None:
-        """Begin with a first status; `name` is unique among all members ever."""
+    def __init__(
+        self, name: str, status: MemberStatus, *, exclude_for: float | None = None
+    ) -> None:
+        """Begin with a first status; `name` is unique among all members ever.
+
+        `exclude_for`: seconds for which it is excluded by a restart; None: for ever.
+        """
         self.name = name
         self.status = status
         self.job = ""
@@ -65,6 +76,8 @@ class Member:
         self.started_round = -1
         self.is_standing_by = False
         """Whether it waits for a vacant rank, without a place in the round."""
+        self._is_excluded = False
+        self._exclude_for = self._excluded_for = exclude_for
         self._refused_because = ""
         """The other node that holds the rank of this one; empty for none."""
         self.has_ended = False
@@ -184,7 +197,10 @@ class Member:
                 if cause == self.status.pending_restart:
                     return []  # of another coordinator
                 self._update(pending_restart=cause)
-                return [order.body]
+                if cause.excludes == self.name and cause.root is not None:
+                    why = f"restart.decide has excluded it: {cause.root.summary}"
+                    self.exclude(why, self._exclude_for)
+                return [order.body, *self._begin_exclusion()]
             case ChangePending():
                 return self._on_change(order.body)
             case MembersDone(round, count):
@@ -221,18 +237,45 @@ class Member:
         """Take part no more; no worker of this node is left, or rounds may overlap."""
         self._update(is_leaving=True)
 
-    def report(self, report: Report) -> None:
-        """Take a report of the agent; one of another round is dropped."""
+    def exclude(self, why: str, seconds: float | None) -> None:
+        """Take part in no further round, because of `why`, for so many seconds or for ever."""
+        self._excluded_for = seconds
+        self._update(exclusion=sanitize(why))
+
+    def readmit(self) -> None:
+        """Take part again: the time of an exclusion is over."""
+        self._is_excluded = False
+        self._update(exclusion="")
+
+    def _begin_exclusion(self) -> list[MemberEffect]:
+        """Return that this member is excluded, once its workers have ended."""
+        status = self.status
+        if self._is_excluded or status.is_busy or not status.exclusion:
+            return []
+        self._is_excluded, self.is_standing_by = True, False
+        return [
+            NodeExcluded(
+                name=status.node.name,
+                member=self.name,
+                why=status.exclusion,
+                seconds=self._excluded_for,
+                is_own=True,
+            )
+        ]
+
+    def report(self, report: Report) -> list[MemberEffect]:
+        """Take a report of the agent; one of another round is dropped.  Return the effects."""
         if isinstance(report, NodeDraining):
             self._update(drain_reason=sanitize(report.why))
-            return
-        if isinstance(report, PreemptionNoticed):
-            why = sanitize(f"{report.change.why} (on {self.status.node.name})")
+        elif isinstance(report, PreemptionNoticed):
             if self.status.preemption is None:
+                why = sanitize(f"{report.change.why} (on {self.status.node.name})")
                 self._update(preemption=replace(report.change, why=why))
-            return
-        if report.round != self.status.round:
-            return
+        elif report.round == self.status.round:
+            self._take(report)
+        return self._begin_exclusion()
+
+    def _take(self, report: Report) -> None:
         match report:
             case RoundStarted(round):
                 self.started_round = round
@@ -258,8 +301,11 @@ class Member:
                 stopped = max(round, self._stopping)
                 succeeded = MemberPhase.SUCCEEDED
                 self._update(phase=succeeded, stopped_round=stopped, first_success=first)
+                self._update(exclusion="")  # a node on which all workers succeed is fit
             case RestartRequested(why=why):
                 self._update(restart_reason=sanitize(why))
+            case ExclusionRequested(why=why, seconds=seconds):
+                self.exclude(why, seconds)
             case ChangeAgreed(number=number):
                 self._update(agreed_change=number)
 

@@ -78,8 +78,8 @@ class MemberPhase(StrEnum):
 class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """The whole state of a member.
 
-    A flat record on the wire, hence its 41 fields: each changes on its own, and readers need all of
-    them together.  A field that has its default is not written.
+    A flat record on the wire, hence its many fields: each changes on its own, and readers need
+    all of them together.  A field that has its default is not written.
 
     Attributes:
         protocol: always written: the default of another version is another one.
@@ -105,6 +105,7 @@ class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
         preemption: the notice of a preemption that it has, by its own clock.
         agreed_change: number of the last change to which all of its workers have agreed.
         restart_reason: why it wants another attempt in place of the round; empty if it does not.
+        exclusion: why it takes part in no round for a time; empty if it does.
         outcome: how the job has ended, if it has seen that.
         drain_reason: why it stops its workers, and leaves then; empty if it does not.
         is_leaving: it takes part no more, and none of its workers is left.
@@ -150,6 +151,7 @@ class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     agreed_change: int = -1
     preemption: ChangePending | None = None
     restart_reason: str = ""
+    exclusion: str = ""
     outcome: JobOutcome | None = None
     drain_reason: str = ""
     is_leaving: bool = False

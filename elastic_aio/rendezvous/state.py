@@ -160,6 +160,8 @@ class MemberRecord:
     """The other member that holds the fixed rank which this member claims."""
     is_rejected: bool = False
     """Whether it can never take part."""
+    excluded_because: str = ""
+    """Why it is excluded, as was published; empty if it is not."""
     offset: float = math.inf
     """Local monotonic time less the member's Unix time, by the status that arrived fastest."""
     offset_at: float = 0.0
@@ -191,6 +193,13 @@ class MemberRecord:
     def has_acked(self) -> bool:
         """Whether it has seen the last order."""
         return self.status.acked >= self.sent_as
+
+    @property
+    def is_excluded(self) -> bool:
+        """Whether it may take part in no further round now."""
+        order = self.sent
+        is_ordered = isinstance(order, RestartPending) and order.cause.excludes == self.member
+        return bool(self.status.exclusion) or (is_ordered and not self.has_acked)
 
     @property
     def is_synchronized(self) -> bool:
@@ -626,7 +635,11 @@ class CoordinatorState:
         return [record for record in self.members.values() if not record.is_rejected]
 
     def eligible(self) -> list[MemberRecord]:
-        """Return the members that may take part now."""
+        """Return the members that may take part in a further round now."""
+        return [one for one in self.attending() if not one.is_excluded]
+
+    def attending(self) -> list[MemberRecord]:
+        """Return the members that may take part in the present round."""
         return [
             one
             for one in self.admitted()

@@ -131,6 +131,8 @@ class RestartAction(Enum):
     """End the job now."""
     DEFAULT = "default"
     """Apply the exit-code rules, as without the callback."""
+    EXCLUDE = "exclude"
+    """As RESTART, but without the node of the failure, which is excluded for `exclude_for`."""
 
 
 Decide: TypeAlias = Callable[[Failure], RestartAction | Awaitable[RestartAction]]
@@ -265,6 +267,15 @@ class RestartPolicy(SpecValue, prefix="restart.", alike=True):
     )
     """So many failed attempts in a row without a `PROGRESS` of any worker end the job; None for no
     limit.  An attempt with progress begins the count anew."""
+    exclude_for: float | None = field(
+        default=None,
+        check=Seconds(above=0),
+        own_option="--exclude-for SECONDS",
+        help="a node that a worker has excluded (EXCLUDE=reason) takes part again after so long"
+        " (default: not before its launcher is started again)",
+    )
+    """Seconds for which an excluded node takes part in no round, once its workers have stopped;
+    None: as long as its launcher runs.  On one node, no attempt follows an exclusion."""
 
     def _check(self) -> None:
         if both := (self.restart_on or frozenset()) & self.never_on:
@@ -470,8 +481,8 @@ class RestartBudget:
         why = f"restart {number} of {self._max_restarts} (max restarts)"
         if self._max_restarts == UNLIMITED:
             why = f"restart {number} (max restarts: unlimited)"
-        if action is RestartAction.RESTART:
-            why += ", restart.decide returned RESTART"
+        if action in (RestartAction.RESTART, RestartAction.EXCLUDE):
+            why += f", restart.decide returned {action.name}"
         self._without_progress = 0 if has_progress else self._without_progress + 1
         if limit is not None and self._without_progress:
             why += f", {counted(self._without_progress, 'attempt')} of {limit} without progress"

@@ -1,6 +1,6 @@
 """The deadlines of an attempt: of workers that report, and of the timers they acquire; pure.
 
-The words of a report are from sd_notify(3), and five more::
+The words of a report are from sd_notify(3), and six more::
 
     READY=1                  the worker has started up
     WATCHDOG=1               the worker is alive; WATCHDOG=trigger: it asks to be ended
@@ -10,6 +10,7 @@ The words of a report are from sd_notify(3), and five more::
     PROGRESS=step            where its work is; any text that changes
     PHASE=name               a part of its work begins; PHASE_END=name ends it
     PHASE_TIMEOUT_USEC=n     how long the phase that has begun last may take
+    EXCLUDE=reason           the node is to take part in no further round, because of this
     CHANGE_AGREED=n          it agrees to be restarted for the pending change of this number
 
 Every message is a heartbeat.  A shell sends each line as a message of its own.  While a phase with
@@ -149,6 +150,7 @@ class DeadlineTable:
         self.workers: dict[int, WorkerReport] = {}
         self.agreed_change = -1  # the last pending change to which all running workers agree
         self.has_progress = False  # whether a worker has reported a step in this attempt
+        self.exclusion = ""  # the first reason of a worker to exclude the node
         self.peers_finished = 0  # workers of other nodes that have finished, as far as is known
         self.is_stopping = False  # then only the deadlines of timers count
         self._spec = spec
@@ -215,6 +217,8 @@ class DeadlineTable:
                     report.step, report.step_at = step, now
                     report.missed.discard("progress")
                 self.has_progress |= bool(step)
+            case b"EXCLUDE":
+                self.exclusion = self.exclusion or one_line(text, _STATUS_MAX)
             case b"PHASE" if len(report.phases) < _PHASES_MAX:
                 report.phases.append(Phase(one_line(text, _STEP_MAX), now, None))
             case b"PHASE_TIMEOUT_USEC" if report.phases:

@@ -66,6 +66,7 @@ class Watchdog:
         read_messages: Callable[[], None],
         on_agreed: Callable[[int, int], None],
         on_progress: Callable[[int], None],
+        on_excluded: Callable[[int, str], None],
         on_hung: Callable[[int, str], None],
         on_stuck: Callable[[int], None],
         unfinished_after: float,
@@ -83,6 +84,7 @@ class Watchdog:
         self._read_messages = read_messages
         self._on_agreed = on_agreed
         self._on_progress = on_progress
+        self._on_excluded = on_excluded
         self._on_hung = on_hung
         self._on_stuck = on_stuck
         self._make_table = partial(DeadlineTable, spec, unfinished_after=unfinished_after)
@@ -147,11 +149,15 @@ class Watchdog:
             self._report_ready(worker)
 
     def on_message(self, local_rank: int, message: bytes) -> None:
-        had_progress = self._table.has_progress
+        had_progress, was_excluded = self._table.has_progress, self._table.exclusion
         has_become_ready = self._table.feed(local_rank, message, self._clock.now())
+        worker = self._workers.get(local_rank)
         if self._table.has_progress and not had_progress:
             self._on_progress(self._attempt)
-        if has_become_ready and (worker := self._workers.get(local_rank)) is not None:
+        if self._table.exclusion and not was_excluded:
+            who = f"rank {worker.ranks.rank}" if worker else f"local rank {local_rank}"
+            self._on_excluded(self._attempt, f"{who}: {self._table.exclusion}")
+        if has_become_ready and worker is not None:
             self._report_ready(worker)
         self._set_alarm(self._table.deadline_of(local_rank))
         self._note_agreement()

@@ -3,9 +3,9 @@
 `record` decorates a worker's main function, so that the launcher learns why it failed.
 `WorkerContext.from_env()` returns the worker's ranks, the job's id and the master's address.
 `expires` sets a deadline for a block.  `ready`, `heartbeat`, `progress` and `phase` report to the
-launcher.  `pending_change` returns the change that the worker is about to be restarted for, and
-`agree_to_change` agrees to it.  Nothing here imports asyncio, or anything outside the standard
-library.
+launcher, and `exclude_node` excludes the host.  `pending_change` returns the change that the worker
+is about to be restarted for, and `agree_to_change` agrees to it.  Nothing here imports asyncio, or
+anything outside the standard library.
 
 The names load on first use: a launcher needs the names of `context` only.
 """
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from elastic_aio.worker.membership import PendingChange as PendingChange
     from elastic_aio.worker.membership import agree_to_change as agree_to_change
     from elastic_aio.worker.membership import pending_change as pending_change
+    from elastic_aio.worker.notify import exclude_node as exclude_node
     from elastic_aio.worker.notify import heartbeat as heartbeat
     from elastic_aio.worker.notify import phase as phase
     from elastic_aio.worker.notify import progress as progress
@@ -34,7 +35,7 @@ else:
         {
             "elastic_aio.worker.context": "WorkerContext",
             "elastic_aio.worker.membership": "PendingChange agree_to_change pending_change",
-            "elastic_aio.worker.notify": "heartbeat phase progress ready",
+            "elastic_aio.worker.notify": "exclude_node heartbeat phase progress ready",
             "elastic_aio.worker.recorder": "record",
             "elastic_aio.worker.timers": "Timer expires",
         },

@@ -6,7 +6,8 @@ launcher's reader is `watch.deadlines`).  It goes to the socket that the worker 
 in `NOTIFY_SOCKET`.  Without either, nothing is sent: a script also runs by itself.
 
 The sockets do not block: a message that the kernel does not take is dropped.  Only the begin and
-the end of a phase, and an agreement, wait, for a second at most: they change what follows.
+the end of a phase, an agreement and an exclusion wait, for a second at most: they change what
+follows.
 """
 
 from __future__ import annotations
@@ -53,6 +54,15 @@ def progress(step: int | str, *, total: int | None = None, status: str = "") -> 
     """
     text = _line(step) if total is None else f"{_line(step)}/{total}"
     return send(f"PROGRESS={text}", *_status(status))
+
+
+def exclude_node(reason: str) -> bool:
+    """Exclude the node of this worker from all further rounds of the job (`EXCLUDE=reason`).
+
+    The present round goes on: a worker that cannot work here exits with a failure then.  Returns
+    as `ready`.  Waits for a second at most for a launcher that does not read.
+    """
+    return send(f"EXCLUDE={_line(reason)}", patience_ms=PATIENCE_MS)
 
 
 class phase:  # used like a function, as `contextlib.suppress`

@@ -19,6 +19,7 @@ from elastic_aio.agent.machine import (
     BarrierTimedOut,
     CancelBackOff,
     Effect,
+    ExclusionReceived,
     Finish,
     GroupStarted,
     GroupStopped,
@@ -57,6 +58,7 @@ from elastic_aio.rendezvous.base import (
     ChangeAgreed,
     ChangePending,
     EndJob,
+    ExclusionRequested,
     Instruction,
     NodeDraining,
     PeersFinished,
@@ -66,6 +68,7 @@ from elastic_aio.rendezvous.base import (
     RestartPending,
     RestartRequested,
     RoundFailing,
+    RoundProgressed,
     RoundStarted,
     RoundStopped,
     RoundSucceeded,
@@ -75,7 +78,7 @@ from elastic_aio.rendezvous.base import (
 )
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
-from elastic_aio.spec.restart import CAUSE_S
+from elastic_aio.spec.restart import CAUSE_S, RestartPolicy
 from elastic_aio.spec.stop import StopPlan, StopStep
 from elastic_aio.text import escape_surrogates
 from tests.support.simulated_driver import SimulatedDriver
@@ -87,11 +90,19 @@ SPAN = NodeRanks(1, 2, 2, 4, 2, 4)
 BARRIER_S = 12.0
 
 
-def machine(*happenings: Input, nproc: int = 2, overlap: bool = False) -> MultiNodeMachine:
+def machine(
+    *happenings: Input, nproc: int = 2, overlap: bool = False, **options: Any
+) -> MultiNodeMachine:
     """Return a state machine that has handled these inputs."""
     rendezvous = RendezvousSpec(exit_barrier_timeout=BARRIER_S, overlap=overlap)
     spec = LaunchSpec(
-        ["x"], nproc_per_node=nproc, nnodes="1:2", stop=PLAN, run_id="r", rendezvous=rendezvous
+        ["x"],
+        nproc_per_node=nproc,
+        nnodes="1:2",
+        stop=PLAN,
+        run_id="r",
+        rendezvous=rendezvous,
+        **options,
     )
     one = MultiNodeMachine(spec, nproc)
     for happening in happenings:
@@ -333,6 +344,18 @@ ROWS: dict[str, Row] = {
         RUNNING, WorkersAgreed(7, 3), [SendReport(ChangeAgreed(7, 3))], P.RUNNING
     ),
     "running: a worker has reported a step": case(RUNNING, ProgressMade(7), [], P.RUNNING),
+    "running: the node is excluded": case(
+        RUNNING,
+        ExclusionReceived(7, "bad"),
+        [SendReport(ExclusionRequested(7, "bad", None))],
+        P.RUNNING,
+    ),
+    "stopping: the node is excluded for a time": case(
+        FAILING,
+        ExclusionReceived(7, "bad", 5.0),
+        [SendReport(ExclusionRequested(7, "bad", 5.0))],
+        P.STOPPING,
+    ),
     "running: of another attempt": case(RUNNING, WorkersAgreed(6, 3), [], P.RUNNING),
     "stopping: all workers have agreed": case(
         [*RUNNING, stop_round(7)], WorkersAgreed(7, 3), [], P.STOPPING
@@ -887,6 +910,18 @@ def test_a_job_starts_once() -> None:
     """A second start is an internal error, and the message lists the last inputs."""
     with pytest.raises(InternalError, match=r"please report: new: Start\(\); "):
         machine(Start(), Start())
+
+
+def test_progress_is_reported_where_it_counts() -> None:
+    policy = RestartPolicy(max_attempts_without_progress=2)
+    one = machine(*RUNNING, max_restarts=9, restart=policy)
+    assert one.handle(ProgressMade(7)) == [SendReport(RoundProgressed(7))]
+
+
+def test_an_excluded_node_says_for_how_long() -> None:
+    one = machine(*RUNNING, restart=RestartPolicy(exclude_for=60.0))
+    report = SendReport(ExclusionRequested(7, "bad", 60.0))
+    assert one.handle(ExclusionReceived(7, "bad")) == [report]
 
 
 def test_a_repr_shows_phase_and_attempt() -> None:

@@ -19,11 +19,13 @@ from elastic_aio.agent.machine import (
     DecisionFailed,
     DecisionMade,
     Effect,
+    ExclusionReceived,
     Finish,
     GroupStarted,
     GroupStopped,
     Input,
     PreemptionReceived,
+    ProgressMade,
     Publish,
     RestartReceived,
     ShowNotice,
@@ -43,6 +45,7 @@ from elastic_aio.outcome import PREEMPTION_CHANGE, ExitStatus, Failure, JobOutco
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.restart import CAUSE_S, LEAVING_S, Backoff, RestartAction, RestartPolicy
 from elastic_aio.spec.stop import StopPlan, StopStep
+from tests.support.restarts import at_once
 from tests.support.simulated_driver import SimulatedDriver
 
 PLAN = StopPlan((StopStep(2, 5.0), StopStep(15, 3.0)))
@@ -664,6 +667,53 @@ def test_a_repr_shows_phase_and_attempt() -> None:
     assert (
         repr(one) == "<SingleNodeMachine running, attempt 0, <RestartBudget: 0 of 3 restarts used>>"
     )
+
+
+EXCLUSION = ExclusionReceived(0, "rank 1: ECC error")
+ON_NO_NODE = "the only node of the job is excluded: "
+
+
+def test_an_excluded_node_runs_no_further_attempt() -> None:
+    """There is no other node; the exit code is that of the failure."""
+    one = machine(*RUNNING, EXCLUSION, ended(0, BAD), max_restarts=9)
+    end = one.handle(group_stopped(failure()))[-1]
+    assert end == finish_as(JobState.FAILED, ON_NO_NODE + "rank 1: ECC error", 7)
+
+
+def test_an_exclusion_alone_ends_nothing() -> None:
+    one = machine(*RUNNING, EXCLUSION, ended(0), ended(1), max_restarts=9)
+    end = one.handle(group_stopped())[-1]
+    assert end == finish_as(JobState.SUCCEEDED, "all workers have finished", 0)
+
+
+def test_an_exclusion_outlasts_a_requested_restart() -> None:
+    """A user may restart the job there, but a failure still ends it."""
+    one = machine(*RUNNING, EXCLUSION, AGAIN, group_stopped(), max_restarts=9)
+    assert one.attempt == 1
+    one.handle(GroupStarted(1, 30.0))
+    one.handle(ended(0, BAD, attempt=1))
+    end = one.handle(group_stopped(failure(), attempt=1))[-1]
+    assert end == finish_as(JobState.FAILED, ON_NO_NODE + "rank 1: ECC error", 7)
+
+
+def test_decide_excludes_the_only_node() -> None:
+    one = machine(*GONE, **ASKING)
+    end = one.handle(DecisionMade(0, RestartAction.EXCLUDE))[-1]
+    why = ON_NO_NODE + "restart.decide returned EXCLUDE"
+    assert end == finish_as(JobState.FAILED, why, 7)
+
+
+def test_progress_before_a_requested_restart_counts() -> None:
+    policy = at_once(max_attempts_without_progress=2)
+    one = machine(*RUNNING, ended(0, BAD), group_stopped(failure()), max_restarts=9, restart=policy)
+    one.handle(GroupStarted(1, 30.0))
+    one.handle(ProgressMade(1))
+    one.handle(AGAIN)
+    one.handle(group_stopped(attempt=1))
+    one.handle(GroupStarted(2, 40.0))
+    one.handle(ended(0, BAD, attempt=2))
+    one.handle(group_stopped(failure(), attempt=2))
+    assert one.attempt == 3
 
 
 def delay_of(effects: list[Effect]) -> float:

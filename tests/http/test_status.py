@@ -23,7 +23,13 @@ from elastic_aio.events import (
 )
 from elastic_aio.http.app import status_app
 from elastic_aio.http.openmetrics import format_metrics
-from elastic_aio.node_events import MembershipChanged, NodeStandby, RoundFormed, RoundForming
+from elastic_aio.node_events import (
+    MembershipChanged,
+    NodeExcluded,
+    NodeStandby,
+    RoundFormed,
+    RoundForming,
+)
 from elastic_aio.outcome import ExitStatus, Failure, Goodput, JobState, ResourceUsage
 from elastic_aio.status import PHASES, JobStatus, StatusTracker, WorkerStatus
 
@@ -127,6 +133,11 @@ RUNNING = (job_started(), worker_started(0, 2.0), worker_started(1, 3.0))
         ((*RUNNING, failed(5.0)), "stopping"),
         ((*RUNNING, failed(5.0), Restarting(why="a", delay=1.0, restarts=1)), "restarting"),
         ((*RUNNING, MembershipChanged(why="a", round=1, nodes=3)), "restarting"),
+        ((job_started(), NodeStandby(round=1, maximum=2), failed(5.0),
+          Restarting(why="a", delay=1.0, restarts=1)), "standby"),
+        ((*RUNNING, NodeExcluded(name="a", member="a", why="b", is_own=True), failed(5.0),
+          Restarting(why="a", delay=1.0, restarts=1)), "excluded"),
+        ((*RUNNING, NodeExcluded(name="c", member="c", why="b")), "running"),
         ((*RUNNING, finished := JobFinished(
             state=JobState.SUCCEEDED, why="", exit_code=0, duration=1.0, restarts=0)), "succeeded"),
     ],

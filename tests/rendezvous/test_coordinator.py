@@ -860,6 +860,7 @@ def test_the_callback_decides(answer: RestartAction) -> None:
         RestartAction.RESTART: None,
         RestartAction.GIVE_UP: "restart.decide returned GIVE_UP",
         RestartAction.DEFAULT: "exit code 3 is in the never-on list",
+        RestartAction.EXCLUDE: None,
     }
     outcome = harness.coordinator.outcome
     assert (outcome and outcome.why) == reasons[answer]

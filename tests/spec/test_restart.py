@@ -100,8 +100,9 @@ def test_a_window_counts_recent_restarts_only(
     assert RestartWindow(2, 10.0).is_exhausted(restarts_at, now) is exhausted
 
 
-def test_there_are_three_actions() -> None:
-    assert [action.name for action in RestartAction] == ["RESTART", "GIVE_UP", "DEFAULT"]
+def test_there_are_four_actions() -> None:
+    names = [action.name for action in RestartAction]
+    assert names == ["RESTART", "GIVE_UP", "DEFAULT", "EXCLUDE"]
 
 
 def test_a_policy_is_made_of_plain_values() -> None:

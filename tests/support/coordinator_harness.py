@@ -12,6 +12,7 @@ from elastic_aio.events import Event
 from elastic_aio.outcome import ExitStatus, Failure, JobOutcome
 from elastic_aio.rendezvous.base import (
     EndJob,
+    ExclusionRequested,
     NodeInfo,
     Placement,
     RestartPending,
@@ -213,7 +214,7 @@ class CoordinatorHarness:
                 case StopRound(round) if (
                     member.status.phase is not MemberPhase.FAILING and name not in self._slow
                 ):
-                    member.report(RoundStopped(round))
+                    self.perform(name, member.report(RoundStopped(round)))
                 case ProbePeers(round) if name not in self._unprobed:
                     member.probed(round, "")
 
@@ -241,7 +242,14 @@ class CoordinatorHarness:
         member.report(RoundFailing(member.status.round, "failed"))
         self.settle()
         failures = failures or (failure(),)
-        member.report(RoundStopped(member.status.round, failures, **fields))  # type: ignore[arg-type]
+        stopped = RoundStopped(member.status.round, failures, **fields)  # type: ignore[arg-type]
+        self.perform(name, member.report(stopped))
+        self.settle()
+
+    def exclude(self, name: str, why: str = "rank 1: bad", seconds: float | None = 60.0) -> None:
+        """Let a worker exclude its node."""
+        member = self.members[name]
+        self.perform(name, member.report(ExclusionRequested(member.status.round, why, seconds)))
         self.settle()
 
     def succeed(self, *names: str) -> None:

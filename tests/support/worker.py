@@ -4,8 +4,8 @@ It writes notes, a line of JSON each, into the named pipe `$NODE_DIRECTORY/notes
 its orders from the named pipe `$NODE_DIRECTORY/<pid>`: `exit CODE`, `raise TEXT`, `connect`
 (to the master address; the answer is the outcome), `count` (at the store there, in torch's
 protocol; the answer is the sum), `pending` (the answer is the pending change of the
-membership), `ignore_sigterm` (from now on) and `collective PATH` (connect ranks 0 and 1,
-then fail when the other one ends).
+membership), `exclude REASON` and `progress STEP` (reports to the launcher), `ignore_sigterm`
+(from now on) and `collective PATH` (connect ranks 0 and 1, then fail when the other one ends).
 """
 
 import json
@@ -91,6 +91,18 @@ def agree() -> str:
     return str(agree_to_change())
 
 
+def exclude(reason: str) -> str:
+    from elastic_aio.worker import exclude_node
+
+    return str(exclude_node(reason))
+
+
+def progress(step: str) -> str:
+    from elastic_aio.worker import progress
+
+    return str(progress(step))
+
+
 def collective(path: str) -> None:
     """Wait for the other rank for ever, and fail when it ends, as a collective call does."""
     if environment["rank"] == 0:
@@ -121,6 +133,10 @@ def obey(word: str, rest: str) -> None:
             note("answer", pending())
         case "agree":
             note("answer", agree())
+        case "exclude":
+            note("answer", exclude(rest))
+        case "progress":
+            note("answer", progress(rest))
         case "collective":
             collective(rest)
         case "ignore_sigterm":

@@ -238,3 +238,26 @@ def test_all_workers_that_run_have_to_agree_to_a_change() -> None:
     assert table.agreed_change == -1
     table.remove(2, 103.0, is_success=True)
     assert table.agreed_change == 1
+
+
+def test_a_step_is_progress_of_the_attempt() -> None:
+    """Also of a worker that has exited since; without a text it is none."""
+    table, _ = table_of()
+    table.feed(0, b"PROGRESS=", 101.0)
+    table.feed(0, b"PHASE=save\nPHASE_END=save\nWATCHDOG=1", 102.0)
+    assert not table.has_progress
+    table.feed(0, b"PROGRESS=0", 103.0)
+    table.remove(0, 104.0, is_success=False)
+    assert table.has_progress
+
+
+def test_the_first_reason_to_exclude_the_node_counts() -> None:
+    """One line of it; an empty one is none."""
+    table, _ = table_of()
+    table.add(1, 100.0)
+    table.feed(1, b"EXCLUDE=", 101.0)
+    assert table.exclusion == ""
+    table.feed(1, b"EXCLUDE=bad \xff\x1b[31mGPU", 102.0)
+    table.feed(0, b"EXCLUDE=other", 103.0)
+    assert table.exclusion.startswith("bad ")
+    assert "\x1b" not in table.exclusion

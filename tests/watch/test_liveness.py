@@ -419,6 +419,7 @@ class SlowWatchdog(Watchdog):
             read_messages=lambda: None,
             on_agreed=lambda attempt, change: None,
             on_progress=lambda attempt: None,
+            on_excluded=lambda attempt, why: None,
             on_hung=lambda local_rank, why: self.hung.set_result(local_rank),
             on_stuck=lambda local_rank: None,
             unfinished_after=LONG,

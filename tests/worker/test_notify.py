@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_aio.worker import heartbeat, phase, progress, ready
+from elastic_aio.worker import exclude_node, heartbeat, phase, progress, ready
 from elastic_aio.worker.context import NOTIFY_FD, NOTIFY_SOCKET
 from tests.support.cli import REPOSITORY
 
@@ -42,7 +42,8 @@ def test_each_message_is_one_datagram(launcher: socket.socket) -> None:
     assert progress("epoch 1", total=9, status="fast")
     with phase("save", timeout=0.5), phase("inner"):
         pass
-    messages = [launcher.recv(4096) for _ in range(8)]
+    assert exclude_node("two\nlines")
+    messages = [launcher.recv(4096) for _ in range(9)]
     assert messages == [
         b"READY=1\nSTATUS=up READY=0",
         b"WATCHDOG=1",
@@ -52,6 +53,7 @@ def test_each_message_is_one_datagram(launcher: socket.socket) -> None:
         b"PHASE=inner",
         b"PHASE_END=inner",
         b"PHASE_END=save",
+        b"EXCLUDE=two lines",
     ]
 
 
