@@ -247,6 +247,10 @@ class Member:
         """Return the default: no worker fails."""
         return RestartAction.DEFAULT
 
+    async def check_health(self) -> str:
+        """Return that the host is healthy."""
+        return ""
+
     def reserve_master_port(self, address: str) -> int:
         """Return any port: no worker will connect to it."""
         return _PORT

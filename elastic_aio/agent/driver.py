@@ -527,7 +527,7 @@ class Driver:
             task = create_task(report(), name="find lost jobs")
             self.done.add_done_callback(lambda _: task.cancel())
 
-    async def _stop_group(self, effect: StopGroup) -> Input:
+    async def _stop_group(self, effect: StopGroup) -> GroupStopped:
         group = self._current_group
         survivors = await group.stop(effect.plan, leftovers_only=effect.leftovers_only)
         result = await group.result()

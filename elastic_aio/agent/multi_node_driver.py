@@ -21,6 +21,7 @@ from elastic_aio.agent.machine import (
     BarrierTimedOut,
     Effect,
     Finish,
+    GroupStopped,
     Input,
     InstructionReceived,
     Join,
@@ -42,8 +43,10 @@ from elastic_aio.events import Event
 from elastic_aio.node_events import RoundWaiting
 from elastic_aio.outcome import Failure, JobState
 from elastic_aio.rendezvous.base import (
+    RECHECK,
     AgentPort,
     ChangePending,
+    EndJob,
     Instruction,
     NodeInfo,
     Rendezvous,
@@ -79,6 +82,8 @@ class MultiNodeDriver(Driver):
         self._joining: asyncio.Task[Any] | None = None
         self._leaving: asyncio.Task[Any] | None = None
         self._staying: asyncio.Task[None] | None = None
+        self._checking: asyncio.Task[str] | None = None
+        self._is_over = False  # for this node, which is stopped, or for all
         self._stop_ends_at = 0.0  # end of the grace of this node's stop, by the runtime's clock
         self._is_member = self._shows_change = False
         self._decide_error: BaseException | None = None
@@ -118,6 +123,21 @@ class MultiNodeDriver(Driver):
             raise decision
         raise RuntimeError(why_undecided(decision)) from decision
 
+    async def check_health(self) -> str:
+        """Return why this host is not fit for workers; empty if it is, or if the job is over."""
+        settings = self._runtime.spec.rendezvous
+        if settings.health_check is None or self._is_over:
+            return ""
+        from elastic_aio.agent.health import check_health
+
+        checking = check_health(self._runtime, settings.health_check, settings.health_check_timeout)
+        task = self._checking = create_task(checking, name="health check")
+        try:
+            await asyncio.wait([task])
+        finally:
+            await cancel_and_wait([task])
+        return "" if task.cancelled() else task.result()
+
     def reserve_master_port(self, address: str) -> int:
         """Return the port that is reserved for the next round at `address`, or raise HostError."""
         return self._runtime.master_ports.reserve(address)
@@ -130,6 +150,11 @@ class MultiNodeDriver(Driver):
             plan = received.plan or self._runtime.spec.stop
             now = self._runtime.clock.now()
             self._stop_ends_at = self._stop_ends_at or now + plan.grace
+        match received:
+            case StopReceived() | InstructionReceived(EndJob()):
+                self._is_over = True
+                if self._checking is not None:
+                    self._checking.cancel()
         super().receive(received)
 
     def kill(self, reason: str = "", stop: StopReceived | None = None) -> None:
@@ -173,6 +198,14 @@ class MultiNodeDriver(Driver):
             change = PendingChange(why, time.time() + time_left, number)
         with contextlib.suppress(OSError):  # the disk is full, and takes no checkpoint either
             write_pending_change(self._runtime.change_file, change)
+
+    async def _stop_group(self, effect: StopGroup) -> GroupStopped:
+        stopped = await super()._stop_group(effect)
+        # While the others stop: the next round knows whether this node is fit.
+        can_follow = stopped.failures and self._runtime.spec.max_restarts
+        if can_follow and (why := await self.check_health()):
+            self.on_excluded(effect.attempt, why, RECHECK.initial)
+        return stopped
 
     async def _join(self) -> Input | None:
         try:

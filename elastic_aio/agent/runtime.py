@@ -440,6 +440,19 @@ class LocalRuntime:
             child_spec = _with_original_limit(child_spec)
         return await self.entrypoint.spawner(child_spec)
 
+    async def start_command(self, command: str, output: int) -> Child:
+        """Start a command of the shell, which writes to `output`, or raise SpawnError.
+
+        A stop of the workers ends it too.
+        """
+        null = self._standard_streams.null
+        env = worker_env(self.spec, self.nproc, {self.tree.marker: "1"})
+        argv = ("/bin/sh", "-c", command)
+        child_spec = ChildSpec(argv, env, self.spec.cwd, null, output, output)
+        child = await self.entrypoint.command_spawner(_with_original_limit(child_spec))
+        self.tree.add(child)
+        return child
+
     def starting(self) -> AbstractContextManager[None]:
         """Return a block in which workers are started, which the guardian learns at its end."""
         is_listed = self.entrypoint.spawner is self.entrypoint.command_spawner

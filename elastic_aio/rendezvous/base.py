@@ -17,13 +17,16 @@ from elastic_aio.events import Event, Restarting
 from elastic_aio.node_events import MembershipChanged, MembershipPending, RoundFormed
 from elastic_aio.outcome import EndCause, Failure, JobOutcome, JobState
 from elastic_aio.ranks import NodeRanks
-from elastic_aio.spec.restart import RestartAction
+from elastic_aio.spec.restart import Backoff, RestartAction
 
 RENDEZVOUS_FAILED = 75
 """Exit code of a failed rendezvous: EX_TEMPFAIL of sysexits.h, "try again later"."""
 
 NODES_NOT_REPLACED = 69
 """Exit code of a job that has lost nodes which were not replaced: EX_UNAVAILABLE."""
+
+RECHECK = Backoff(initial=5.0, factor=2.0, cap=60.0, jitter=False)
+"""Before a health check that has failed is repeated."""
 
 CUT_OFF_GRACE = 0.1
 """Seconds between the first signal and SIGKILL on a cut-off node; bounds: see `formation`."""
@@ -271,6 +274,12 @@ class AgentPort(Protocol):
 
     def decide(self, failure: Failure) -> Awaitable[RestartAction]:
         """Call the user's `restart.decide`; only on the node of the coordinator."""
+
+    async def check_health(self) -> str:
+        """Return why this host is not fit for workers by its health check; empty if it is.
+
+        Cancellation: ends the check.
+        """
 
     def reserve_master_port(self, address: str) -> int:
         """Return the port at `address` that is reserved for the next round's workers.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import os
 import random
@@ -38,6 +39,7 @@ from elastic_aio.node_events import (
 )
 from elastic_aio.outcome import EndCause
 from elastic_aio.rendezvous.base import (
+    RECHECK,
     AgentPort,
     ChangePending,
     EndJob,
@@ -299,6 +301,9 @@ class DynamicRendezvous(Rendezvous):
     # ---------------------------------------------------------------- the agent
 
     async def open(self) -> None:
+        if self._settings.health_check is not None:
+            self._member.extend_exclusion("its health check has not ended")
+            self._begin_exclusion(0.0)
         self._attending = create_task(self._attend(), name=f"rendezvous {self._run_id}")
 
     def report(self, report: Report) -> None:
@@ -474,8 +479,7 @@ class DynamicRendezvous(Rendezvous):
                 case NodeExcluded(seconds=seconds):
                     self._agent.on_event(effect)
                     if seconds is not None:
-                        ending = self._end_exclusion(seconds)
-                        self._excluding = create_task(ending, name="end of the exclusion")
+                        self._begin_exclusion(seconds)
                 case Event():
                     self._agent.on_event(effect)
                 case ProbePeers():
@@ -516,9 +520,21 @@ class DynamicRendezvous(Rendezvous):
             return False
         return True
 
+    def _begin_exclusion(self, seconds: float) -> None:
+        ending = self._end_exclusion(seconds)
+        self._excluding = create_task(ending, name="end of the exclusion")
+
     async def _end_exclusion(self, seconds: float) -> None:
-        """Take part again after so many seconds: time is the condition."""
-        await asyncio.sleep(seconds)
+        """Take part again after so many seconds, once this host is healthy."""
+        await asyncio.sleep(seconds)  # time is the condition; `leave` ends the wait
+        if self._settings.health_check is not None:
+            for count in itertools.count():
+                if not (why := await self._agent.check_health()):
+                    break
+                delay = RECHECK.delay(count, random.random)
+                self._agent.on_event(self._member.extend_exclusion(why, delay))
+                self._changed.notify_all()
+                await asyncio.sleep(delay)
         self._member.readmit()
         self._changed.notify_all()
 
@@ -626,7 +642,9 @@ def _make_member(
             program=alike.program,
             uid=alike.uid,
             policy=alike.policy,
-            stop_time=spec.stop.grace + spec.stop.reap_timeout,
+            stop_time=spec.stop.grace
+            + spec.stop.reap_timeout
+            + (settings.health_check_timeout if settings.health_check else 0.0),
         ),
         exclude_for=spec.restart.exclude_for,
     )

@@ -238,9 +238,20 @@ class Member:
         self._update(is_leaving=True)
 
     def exclude(self, why: str, seconds: float | None) -> None:
-        """Take part in no further round, because of `why`, for so many seconds or for ever."""
-        self._excluded_for = seconds
+        """Take part in no further round, because of `why`, for so many seconds or for ever.
+
+        The first reason counts until the time is over.
+        """
+        if not self.status.exclusion:
+            self._excluded_for = seconds
+            self._update(exclusion=sanitize(why))
+
+    def extend_exclusion(self, why: str, seconds: float | None = None) -> NodeExcluded:
+        """Take part in no round, because of `why`, until `readmit`; return the event of that."""
+        self._is_excluded, self.is_standing_by, self._excluded_for = True, False, seconds
         self._update(exclusion=sanitize(why))
+        node = self.status.node
+        return NodeExcluded(name=node.name, member=self.name, why=why, seconds=seconds, is_own=True)
 
     def readmit(self) -> None:
         """Take part again: the time of an exclusion is over."""
@@ -249,19 +260,10 @@ class Member:
 
     def _begin_exclusion(self) -> list[MemberEffect]:
         """Return that this member is excluded, once its workers have ended."""
-        status = self.status
-        if self._is_excluded or status.is_busy or not status.exclusion:
+        why = self.status.exclusion
+        if self._is_excluded or self.status.is_busy or not why:
             return []
-        self._is_excluded, self.is_standing_by = True, False
-        return [
-            NodeExcluded(
-                name=status.node.name,
-                member=self.name,
-                why=status.exclusion,
-                seconds=self._excluded_for,
-                is_own=True,
-            )
-        ]
+        return [self.extend_exclusion(why, self._excluded_for)]
 
     def report(self, report: Report) -> list[MemberEffect]:
         """Take a report of the agent; one of another round is dropped.  Return the effects."""

@@ -387,6 +387,9 @@ class LaunchSpec(SpecValue, prefix=""):
 
     def _check_rendezvous(self) -> None:
         if self.nnodes.maximum == 1:
+            if (command := self.rendezvous.health_check) is not None:
+                problem = "needs a job of several nodes: another node has to take over"
+                raise SpecError("rendezvous.health_check", command, problem)
             return
         self.rendezvous.check_with(self.nnodes.maximum)
         if self.rendezvous.backend == "static" and self.nnodes.minimum < self.nnodes.maximum:

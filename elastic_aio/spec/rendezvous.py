@@ -118,6 +118,12 @@ def _token(name: str, value: object) -> str | None:
     return checked_token(value, name)
 
 
+def _command(name: str, value: object) -> str:
+    if not (command := checked_text(name, value)).strip():
+        raise SpecError(name, value, "must be a command of the shell")
+    return command
+
+
 def _tls(name: str, value: object) -> TlsSpec | None:
     return checked_tls(value, name)
 
@@ -253,6 +259,27 @@ class RendezvousSpec(SpecValue, prefix="rendezvous."):
     """Whether the nodes may run different programs, or belong to different users.  Otherwise a node
     that differs from the job at the endpoint is refused: two jobs that have one run id by accident
     would become one."""
+    health_check: str | None = field(
+        default=None,
+        check=_command,
+        own_option="--health-check CMD",
+        help="a command of the shell that has to exit with 0 before this node joins the others, and"
+        " after each failure of its workers; else the node is excluded until it does (default:"
+        " none)",
+    )
+    """A command of the shell that exits with 0 if this host is fit for workers.
+
+    It runs before the node takes part for the first time, after each failure of its workers, and at
+    the end of an exclusion.  A node that is not fit is excluded until the command, which is tried
+    again after 5, 10, 20, 40 and then each 60 s, succeeds.  For the backends that are built in.
+    """
+    health_check_timeout: float = field(
+        default=60.0,
+        check=Seconds(above=0),
+        own_option="--health-check-timeout SECONDS",
+        help="seconds that the health check may take (default 60)",
+    )
+    """Seconds after which the health check is killed, and the node is not fit."""
     overlap: bool = field(default=False, key=ConfKey(), alike=True)
     """Whether a new round may begin on one node while another node still stops its workers.
 

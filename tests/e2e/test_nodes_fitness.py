@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,18 +13,22 @@ import pytest
 from elastic_aio import (
     MembershipChanged,
     NodeExcluded,
+    NodeJoined,
     NodeStandby,
     Restarting,
     RoundFormed,
+    RoundForming,
     StandbyPromoted,
 )
+from tests.support.children import until
 from tests.support.cli import CLI, run_program
 from tests.support.cluster import AgentProcess, Cluster, launcher_with
 from tests.support.etcd import ETCD, WHY_NOT, EtcdProcess
+from tests.support.leaks import alive
 
 pytestmark = pytest.mark.black_box
 
-RESTARTS = {"max_restarts": 5}
+RESTARTS: dict[str, Any] = {"max_restarts": 5}
 
 
 @asynccontextmanager
@@ -166,3 +171,128 @@ async def test_attempts_without_progress_on_any_node_end_the_job(tmp_path: Path)
             ended = await node.ended()
             assert ended.code == 9
             assert "the last 2 attempts have made no progress" in ended.err
+
+
+CHECK = "echo run >> $NODE_DIRECTORY/checks; cat $NODE_DIRECTORY/fault 2>/dev/null && exit 1; true"
+
+
+def checks(node: AgentProcess) -> int:
+    """Return how often the health check of a node has run."""
+    file = node.directory / "checks"
+    return file.read_text().count("run") if file.exists() else 0
+
+
+async def start_faulty(cluster: Cluster, name: str, **options: Any) -> AgentProcess:
+    """Start a node whose first health check fails."""
+    check = f"[ -e $NODE_DIRECTORY/checks ] || echo a fault > $NODE_DIRECTORY/fault; {CHECK}"
+    node = cluster.start(name, health_check=check, **options)
+    await node.event(NodeExcluded, is_own=True)
+    return node
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_a_node_joins_once_its_health_check_succeeds(backend: str, tmp_path: Path) -> None:
+    """The first one serves the store all the same; the others wait for it."""
+    async with job(tmp_path, backend, health_check=CHECK) as cluster:
+        bad = await start_faulty(cluster, "bad")
+        nodes = [cluster.start(), cluster.start()]
+        for node in nodes:
+            await node.event(RoundForming, joined=2)
+        own = await bad.event(NodeExcluded, is_own=True)
+        fault = "its health check has failed (exit code 1): a fault"
+        assert (own.why, own.seconds) == (fault, 5.0)
+        assert not bad.events_of(RoundFormed)
+        (bad.directory / "fault").unlink()
+        await cluster.workers(bad, *nodes)
+        assert [checks(node) for node in (bad, *nodes)] == [2, 1, 1]
+        await cluster.succeed(bad, *nodes)
+
+
+async def test_a_node_that_is_not_healthy_after_a_failure_is_replaced(tmp_path: Path) -> None:
+    """In the same restart; the other nodes are not checked."""
+    async with job(tmp_path, health_check=CHECK) as cluster:
+        nodes, spare = await start_with_spare(cluster)
+        bad, *staying = nodes[::-1]
+        (worker,) = await bad.workers()
+        (bad.directory / "fault").write_text("broken")
+        bad.order(worker, "exit 3")
+        await cluster.workers(*staying, spare, attempt=1, restart_count=1)
+        own = await bad.event(NodeExcluded, is_own=True)
+        assert own.why == "its health check has failed (exit code 1): broken"
+        assert {checks(node) for node in (*staying, spare)} == {1}
+        assert len(staying[0].events_of(RoundFormed)) == 2
+        await cluster.succeed(*staying, spare, attempt=1)
+        assert (await bad.ended()).code == 0
+
+
+async def test_a_node_that_is_healthy_after_a_failure_stays(tmp_path: Path) -> None:
+    """The next round waits for its check."""
+    check = f"{CHECK} && sleep 0.3"
+    async with job(tmp_path, health_check=check) as cluster:
+        nodes, spare = await start_with_spare(cluster)
+        (worker,) = await nodes[1].workers()
+        nodes[1].order(worker, "exit 3")
+        await cluster.workers(*nodes, attempt=1, restart_count=1)
+        assert [checks(node) for node in nodes] == [1, 2, 1]
+        assert not spare.events_of(RoundFormed)
+        await cluster.succeed(*nodes, attempt=1)
+
+
+@pytest.mark.parametrize("moment", ["first", "after a failure"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_a_check_ends_with_its_node(
+    number: signal.Signals, moment: str, tmp_path: Path
+) -> None:
+    """At once, and no process of it is left; the others go on without it."""
+    pid_file = tmp_path / "check"
+    check = f"[ $NODE_NAME != n.1 ] || [ ! -e {tmp_path}/slow ] || {{ echo $$ > {pid_file};"
+    check += " sleep 99; }"
+    if moment == "first":
+        (tmp_path / "slow").touch()
+    async with Cluster(
+        tmp_path / "job", "1:2", health_check=check, conf={"last_call_timeout": 0}, **RESTARTS
+    ) as cluster:
+        host = cluster.start("host")
+        await host.workers()
+        node = cluster.start("n.1")
+        if moment != "first":
+            await cluster.workers(host, node, attempt=1)
+            (tmp_path / "slow").touch()
+            (worker,) = await node.workers()
+            node.order(worker, "exit 3")
+        await until(lambda: pid_file.exists() and pid_file.read_text().endswith("\n"))
+        pid = int(pid_file.read_text())
+        if number == signal.SIGKILL:
+            await node.kill()
+        else:
+            await node.stops(number)
+        await until(lambda: not alive(pid))
+        if moment != "first":
+            await cluster.workers(host, attempt=2, world_size=1)
+        await cluster.succeed(host, attempt=0 if moment == "first" else 2)
+
+
+async def test_a_check_does_not_outlast_the_job(tmp_path: Path) -> None:
+    """Of a node that has not been fit from the start."""
+    check = "[ $NODE_NAME != bad ] || sleep 99"
+    async with Cluster(
+        tmp_path, "1:2", health_check=check, conf={"last_call_timeout": 0}
+    ) as cluster:
+        host = cluster.start("host")
+        await host.workers()
+        bad = cluster.start("bad")
+        await host.event(NodeJoined, name=lambda name: "pid" in name)
+        await cluster.succeed(host)
+        assert (await bad.ended()).code == 0
+
+
+async def test_a_check_takes_its_time_at_most(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "health_check": "echo waiting; sleep 99",
+        "health_check_timeout": 0.5,
+    }
+    async with Cluster(tmp_path, 2, **options) as cluster:
+        node = cluster.start()
+        own = await node.event(NodeExcluded, is_own=True)
+        assert own.why == "its health check has not ended within 0.5 s: waiting"
+        await node.stops()

@@ -113,6 +113,7 @@ ONE: dict[type[SpecValue], dict[str, list[tuple[Any, str]]]] = {
         "backoff": [(5, "must be a Backoff (got 5)")],
         "healthy_after": [(0, f"{POSITIVE} (got 0)")],
         "decide": [(5, "must be callable (got 5)")],
+        "exclude_for": [(0, f"{POSITIVE} (got 0)")],
         "max_attempts_without_progress": [(0, f"{WHOLE} 1 (got 0)")],
         "node_losses": [
             (5, "must be a NodeLosses, or None for no limit"),
@@ -155,6 +156,11 @@ ONE: dict[type[SpecValue], dict[str, list[tuple[Any, str]]]] = {
         "unhandled": [("end", "must be 'skip' or 'kill' (got 'end')")],
     },
     RendezvousSpec: {
+        "health_check": [
+            (" ", "must be a command of the shell (got ' ')"),
+            (["true"], f"{TEXT} (got ['true'])"),
+        ],
+        "health_check_timeout": [(0, f"{POSITIVE} (got 0)")],
         "engine": [("etcd", "must be a EngineSpec (got 'etcd')")],
         "backend": [
             ("", "must not be empty (got '')"),

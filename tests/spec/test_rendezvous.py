@@ -140,3 +140,11 @@ def test_settings_that_an_engine_does_not_have(settings: dict[str, Any], message
     with pytest.raises(SpecError) as caught:
         RendezvousSpec(backend="etcd", **settings).check_with(2)
     assert str(caught.value).startswith(message)
+
+
+def test_a_health_check_needs_another_node() -> None:
+    """On one node, no other would take over."""
+    settings = RendezvousSpec(health_check="./check")
+    with pytest.raises(SpecError, match=r"rendezvous\.health_check: needs a job of several nodes"):
+        LaunchSpec("x.py", rendezvous=settings)
+    assert LaunchSpec("x.py", nnodes=2, rendezvous=settings).rendezvous is settings

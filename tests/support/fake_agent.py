@@ -124,6 +124,9 @@ class FakeAgent:
         self.decision_requests.append(failure)
         return self.answer
 
+    async def check_health(self) -> str:
+        return ""
+
     def reserve_master_port(self, address: str) -> int:
         if self._reserved is None:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET

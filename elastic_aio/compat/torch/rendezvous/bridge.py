@@ -540,6 +540,10 @@ class Participation:
         """Not called: the job has no `restart.decide`."""
         raise NotImplementedError
 
+    async def check_health(self) -> str:
+        """Return nothing: the job has no check."""
+        return ""
+
     def reserve_master_port(self, address: str) -> int:
         """Return the port of the store that is ready for the next round's workers.
 

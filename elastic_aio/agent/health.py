@@ -1,0 +1,84 @@
+"""The health check of a node: a command that says whether this host is fit for workers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import closing
+
+from elastic_aio.agent.runtime import LocalRuntime
+from elastic_aio.aio import run_shielded
+from elastic_aio.errors import HostError, SpawnError
+from elastic_aio.spec.stop import StopPlan
+from elastic_aio.text import error_reason, one_line
+
+_TAIL = 4096  # bytes of the output that are kept
+_LINE_MAX = 200
+_AT_ONCE = StopPlan(())
+
+
+class _Output:
+    """The end of what a command writes; must be closed."""
+
+    def __init__(self) -> None:
+        self._reader, self.writer = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._reader, False)
+        self._tail = b""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._reader, self._read)
+
+    def _read(self) -> bool:
+        """Read once; return whether there was something."""
+        try:
+            data = os.read(self._reader, 1 << 16)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._loop.remove_reader(self._reader)
+        self._tail = (self._tail + data)[-_TAIL:]
+        return bool(data)
+
+    def last_line(self) -> str:
+        """Return the last line that is not empty, after the end of the command."""
+        for _ in range(_TAIL):  # a pipe holds less
+            if not self._read():
+                break
+        lines = [one_line(line) for line in self._tail.decode("utf-8", "replace").splitlines()]
+        return one_line(next(filter(None, reversed(lines)), ""), _LINE_MAX)
+
+    def close_writer(self) -> None:
+        if self.writer >= 0:
+            os.close(self.writer)
+            self.writer = -1
+
+    def close(self) -> None:
+        self.close_writer()
+        self._loop.remove_reader(self._reader)
+        os.close(self._reader)
+
+
+async def check_health(runtime: LocalRuntime, command: str, timeout: float) -> str:
+    """Run a command of the shell; return why this host is not fit, in one line, empty if it is.
+
+    No worker of the job may run meanwhile.  After `timeout` seconds the command is killed; so is
+    what it has left behind when it ends.
+
+    Cancellation: kills the command.
+    """
+    try:
+        with closing(_Output()) as output:
+            try:
+                child = await run_shielded(lambda: runtime.start_command(command, output.writer))
+                output.close_writer()
+                has_ended = await runtime.clock.wait_for(child.exited, seconds=timeout)
+            finally:
+                await run_shielded(lambda: runtime.tree.stop(_AT_ONCE, lambda *_: None))
+            last = output.last_line()
+    except (SpawnError, HostError, OSError) as error:
+        why = error_reason(error) if isinstance(error, OSError) else str(error)
+        return f"its health check cannot run: {why}"
+    status = child.exited.result().status if has_ended else None
+    if status is not None and status.is_success:
+        return ""
+    what = f"has not ended within {timeout:g} s" if status is None else f"has failed ({status})"
+    return f"its health check {what}" + (f": {last}" if last else "")
