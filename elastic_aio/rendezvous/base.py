@@ -25,6 +25,9 @@ RENDEZVOUS_FAILED = 75
 NODES_NOT_REPLACED = 69
 """Exit code of a job that has lost nodes which were not replaced: EX_UNAVAILABLE."""
 
+UNCHECKED = "its health check has not ended"
+"""Why a node takes part in no round at first, which is not published."""
+
 RECHECK = Backoff(initial=5.0, factor=2.0, cap=60.0, jitter=False)
 """Before a health check that has failed is repeated."""
 

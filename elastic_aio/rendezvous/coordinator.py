@@ -276,16 +276,20 @@ def _reform(state: CoordinatorState, active: list[MemberRecord]) -> None:
 
 def _scale_up(state: CoordinatorState, active: list[MemberRecord], *, is_closing: bool) -> None:
     """Let joiners probe the other nodes, and form a round with those that succeed."""
-    free = 0 if is_closing else state.settings.maximum - len(state.round.placements)
+    staying = [one for one in active if not one.is_excluded]
+    # The round goes on with its excluded members while the next one would lack nodes.
+    needed = state.settings.minimum - len(staying)
+    free = state.settings.maximum - len(state.round.placements)
+    if is_closing or min(free, len(state.unplaced())) < needed:
+        free = 0
     ready = _probe_joiners(state, active, free)
+    ready = ready if len(ready) >= needed else []
     why = f"{', '.join(record.name for record in ready[:NAMES_MAX])} joined"
     until = _ready_until(state, ready)
     limit = state.settings.scale_up_limit
     is_delayed = len(ready) < free and state.arm(until)
     has_agreed = limit == 0 or _have_agreed(state, active)
-    staying = [one for one in active if not one.is_excluded]
-    is_possible = bool(ready) and len(staying) + len(ready) >= state.settings.minimum
-    if is_possible and not is_delayed and (has_agreed or not state.arm(until + limit)):
+    if ready and not is_delayed and (has_agreed or not state.arm(until + limit)):
         form_round(state, [*staying, *ready], why)
     elif state.settings.scale_up_delay + limit > _BURST_S:
         _announce_change(state, active, ready, why, until + limit)
@@ -358,12 +362,16 @@ def _probe_joiners(
     probe = None if address is None else ProbePeers(number, *address)
     ready: list[MemberRecord] = []
     probing = 0
-    for record in state.unplaced():
+    for record in state.attending():
         status = record.status
+        if record.member in placements:
+            continue
         if status.is_in_round:
             # A success in a round that the others have replaced is none: they repeat it.
             why = "the others have formed another round meanwhile"
             state.outbox.send(record, StopRound(status.round, why))
+        elif record.is_excluded:
+            continue
         elif probe is None or len(ready) + probing >= free or _is_too_early(state, record):
             state.outbox.send(record, StandBy(state.round.number, state.settings.maximum))
         elif status.probed_round != number:

@@ -40,6 +40,7 @@ from elastic_aio.node_events import (
 from elastic_aio.outcome import EndCause
 from elastic_aio.rendezvous.base import (
     RECHECK,
+    UNCHECKED,
     AgentPort,
     ChangePending,
     EndJob,
@@ -302,7 +303,7 @@ class DynamicRendezvous(Rendezvous):
 
     async def open(self) -> None:
         if self._settings.health_check is not None:
-            self._member.extend_exclusion("its health check has not ended")
+            self._member.extend_exclusion(UNCHECKED)
             self._begin_exclusion(0.0)
         self._attending = create_task(self._attend(), name=f"rendezvous {self._run_id}")
 

@@ -81,6 +81,7 @@ from elastic_aio.node_events import NodeExcluded, NodeJoined, RoundForming
 from elastic_aio.outcome import EndCause, JobOutcome
 from elastic_aio.ranks import NodeSize, assign_node_ranks
 from elastic_aio.rendezvous.base import (
+    UNCHECKED,
     Placement,
     RestartCause,
     StartRound,
@@ -463,7 +464,7 @@ def _placements(
 
 def _wait(state: CoordinatorState, candidates: list[MemberRecord], until: float) -> None:
     """Stop running workers, and send all waiting members the list of present nodes."""
-    for record in candidates:
+    for record in (*candidates, *filter(lambda one: one.is_excluded, state.attending())):
         if record.status.is_in_round:
             is_placed = record.member in state.round.placements
             why = state.round.stop_reason if is_placed else "the nodes wait for others"
@@ -611,7 +612,7 @@ def note_exclusions(state: CoordinatorState) -> None:
     """Publish which members are excluded from now on."""
     for record in state.admitted():
         why = "" if record.status.is_busy else record.status.exclusion
-        if why and why != record.excluded_because:
+        if why not in ("", UNCHECKED, record.excluded_because):
             state.outbox.publish(NodeExcluded(name=record.name, member=record.member, why=why))
         record.excluded_because = why
 

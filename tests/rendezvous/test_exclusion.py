@@ -12,7 +12,7 @@ from elastic_aio.node_events import (
     RoundFormed,
     RoundForming,
 )
-from elastic_aio.rendezvous.base import ExclusionRequested, RestartPending, RoundStopped
+from elastic_aio.rendezvous.base import UNCHECKED, ExclusionRequested, RestartPending, RoundStopped
 from elastic_aio.rendezvous.messages import StandBy
 from elastic_aio.rendezvous.state import CoordinatorPhase, RoundSettings
 from elastic_aio.spec.restart import Backoff, RestartAction
@@ -190,6 +190,35 @@ def test_joiners_form_no_round_with_an_excluded_node() -> None:
     assert harness.ranks.keys() == {"b", "c"}
 
 
+def test_a_joiner_stands_by_while_the_next_round_would_lack_nodes() -> None:
+    """The round goes on with its excluded nodes: they still work."""
+    harness = job("a", "b", minimum=2, maximum=3, scale_up_delay=5.0)
+    harness.exclude("a")
+    harness.exclude("b")
+    harness.join("c")
+    harness.settle(100.0)
+    assert harness.ranks == {"a": 0, "b": 1}
+    assert isinstance(harness.last("c"), NodeStandby)
+    assert not harness.members["a"].status.is_change_pending
+    harness.join("d")
+    harness.settle(200.0)
+    assert harness.ranks == {"a": 0, "b": 1}
+    harness.fail("a")
+    assert harness.ranks.keys() == {"c", "d"}
+
+
+def test_a_node_that_was_not_checked_yet_is_no_news() -> None:
+    harness = job("a", "b")
+    harness.add("c")
+    harness.members["c"].extend_exclusion(UNCHECKED)
+    harness.settle(1.0)
+    assert not harness.events(NodeExcluded)
+    harness.members["c"].extend_exclusion("its health check has failed", 5.0)
+    harness.settle(2.0)
+    (event,) = harness.events(NodeExcluded)
+    assert event.why == "its health check has failed"
+
+
 def test_with_overlap_joiners_that_leave_too_few_nodes_wait() -> None:
     """No round begins below the minimum."""
     harness = job("a", "b", minimum=2, maximum=3, scale_up_delay=0.0, overlap=True)
@@ -269,3 +298,23 @@ def test_a_round_before_the_last_is_not_waited_for_at_another_store() -> None:
     harness.fail("b", failure(rank=1))
     assert harness.ranks == {"s": 0, "b": 1}
     assert harness.numbers("b")[0] == 2
+
+
+def came_back(harness: CoordinatorHarness, name: str) -> None:
+    """Lose a node, and let it come back with its workers after a while."""
+    member = harness.members[name]
+    harness.lose(name)
+    harness.settle(harness.now + 1.0)
+    harness.members[name], harness.done[name] = member, harness.done[name]
+    harness.settle(harness.now + 1.0)
+
+
+@pytest.mark.parametrize("minimum", [1, 2])
+def test_an_excluded_node_that_was_cut_off_stops_its_workers(minimum: int) -> None:
+    """It had been lost, and the others run another round, or wait for nodes."""
+    harness = job("a", "b", minimum=minimum)
+    harness.exclude("b")
+    came_back(harness, "b")
+    assert not harness.members["b"].status.is_busy
+    assert own_events(harness, "b")
+    assert harness.ranks == ({"a": 0} if minimum == 1 else {})
