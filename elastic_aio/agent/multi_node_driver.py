@@ -125,18 +125,21 @@ class MultiNodeDriver(Driver):
 
     async def check_health(self) -> str:
         """Return why this host is not fit for workers; empty if it is, or if the job is over."""
-        settings = self._runtime.spec.rendezvous
-        if settings.health_check is None or self._is_over:
+        command = self._runtime.spec.rendezvous.health_check
+        if command is None or self._is_over:
             return ""
-        from elastic_aio.agent.health import check_health
-
-        checking = check_health(self._runtime, settings.health_check, settings.health_check_timeout)
-        task = self._checking = create_task(checking, name="health check")
+        task = self._checking = create_task(self._run_check(command), name="health check")
         try:
             await asyncio.wait([task])
         finally:
             await cancel_and_wait([task])
         return "" if task.cancelled() else task.result()
+
+    async def _run_check(self, command: str) -> str:
+        from elastic_aio.agent.health import check_health
+
+        timeout = self._runtime.spec.rendezvous.health_check_timeout
+        return await check_health(self._runtime, command, timeout)
 
     def reserve_master_port(self, address: str) -> int:
         """Return the port that is reserved for the next round at `address`, or raise HostError."""
@@ -202,8 +205,8 @@ class MultiNodeDriver(Driver):
     async def _stop_group(self, effect: StopGroup) -> GroupStopped:
         stopped = await super()._stop_group(effect)
         # While the others stop: the next round knows whether this node is fit.
-        can_follow = stopped.failures and self._runtime.spec.max_restarts
-        if can_follow and (why := await self.check_health()):
+        is_last = not self._runtime.spec.max_restarts or self._machine.notice is not None
+        if stopped.failures and not is_last and (why := await self.check_health()):
             self.on_excluded(effect.attempt, why, RECHECK.initial)
         return stopped
 
