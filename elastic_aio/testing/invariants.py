@@ -378,6 +378,7 @@ class InvariantChecker:
         self.event_hook: Callable[[SimNode, Event], None] | None = None
         self.order_hook: Callable[[SimStore, str, OrderBody], None] | None = None
         self.obey_s = _obey_s(spec)
+        self._has_check = spec.rendezvous.health_check is not None
         self._stop_s = spec.stop.grace + _OBEY_MARGIN_S
         self._preempted: dict[tuple[bytes, str], int] = {}
         """The term of the last coordinator that has passed on a notice, by generation."""
@@ -482,7 +483,12 @@ class InvariantChecker:
     # --------------------------------------------------------------- the nodes
 
     def on_ordered(self, node: SimNode, order: StartRound) -> None:
-        """Check a round that is ordered to a node, after `node.placement`."""
+        """Check a round that is ordered to a node, after `node.placement`: the node is fit."""
+        now = self._time.now
+        if now < node.excluded_until:
+            self._trace.fail(f"{node.name} is excluded until {node.excluded_until:.3f} s")
+        if self._has_check and not node.is_checked:
+            self._trace.fail(f"{node.name} is in a round, and its health check has not succeeded")
         self.rounds.on_ordered(node, order)
         self.ends.on_ordered(node, self.rounds.rounds[order.placement.round_id])
 
@@ -502,6 +508,14 @@ class InvariantChecker:
                 f"{node.name} is sent a success, and no round has succeeded everywhere"
             )
         self.ends.on_end_ordered(node, outcome)
+
+    def on_excluded(self, node: SimNode, seconds: float | None) -> None:
+        """Note for how long a node may be in no round; None: for ever."""
+        if node.running is not None:
+            self._trace.fail(f"{node.name} is excluded, and runs {brief(node.running)}")
+        node.may_be_excluded = False
+        left = math.inf if seconds is None else seconds * RATE_MIN
+        node.excluded_until = self._time.now + left
 
     def on_notice(self, node: SimNode, until: float) -> None:
         """Check a notice that workers get: it is the only one, and they end by its deadline."""

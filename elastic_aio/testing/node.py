@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from msgspec import Struct
 
+from elastic_aio.agent.machine import ProgressMade
 from elastic_aio.agent.multi_node_driver import MultiNodeDriver
 from elastic_aio.errors import SpecError
 from elastic_aio.outcome import JobOutcome
@@ -70,6 +72,14 @@ class SimNode:
         """Number of the change of its membership that was announced; -1 for none."""
         self.notice: float | None = None
         """Until when its workers have notice of a preemption, by its wall clock."""
+        self.is_healthy = True
+        """Whether its health checks succeed."""
+        self.is_checked = False
+        """Whether its last health check has succeeded."""
+        self.may_be_excluded = False
+        """Whether a worker has excluded it since its last exclusion began."""
+        self.excluded_until = -math.inf
+        """Until when, in virtual seconds, it may be in no round."""
         self.has_succeeded = False
         """Whether all workers of the newest round have succeeded here."""
         self.is_standing_by = False
@@ -118,6 +128,19 @@ class SimNode:
         """Give notice of a preemption to this node, as a signal does; called in the process."""
         assert self.driver is not None, "it was started before"
         self.driver.request_preemption("a signal was received", seconds)
+
+    def exclude(self) -> None:
+        """Let a worker exclude this node."""
+        if self.running is not None and self.driver is not None:
+            self.add_fault("is excluded by a worker")
+            self.may_be_excluded = True
+            attempt = self.running.attempt
+            self.process.inject(self.driver.on_excluded, attempt, "a worker has excluded it")
+
+    def report_progress(self) -> None:
+        """Let a worker report a step."""
+        if self.running is not None and self.driver is not None:
+            self.process.inject(self.driver.receive, ProgressMade(self.running.attempt))
 
     def agree_to_change(self) -> None:
         """Let all workers agree to the change that is announced to them, if there is a change."""

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any, Final
 
@@ -73,6 +74,8 @@ class CalmRules:
         self._sim.run_until(self._is_together, self._limit_s)
         if not self._nodes or len(self._nodes) < len(self._sim.live_nodes):
             return  # some have succeeded, wait aside, or are on standby
+        if any(one.may_be_excluded for one in self._nodes):
+            return  # the next round is another one
         rounds = self._sim.checker.rounds.rounds
         if any(rounds[one.running.round_id].succeeded for one in self._nodes if one.running):
             return  # a node has succeeded, and is gone
@@ -82,6 +85,15 @@ class CalmRules:
             rules += [self._check_joiners] * 3
         if self._has_restart and len(self._nodes) > 1:
             rules += [self._check_early_success] * 3
+        policy = self._sim.spec.restart
+        if self._has_restart and policy.exclude_for is not None and settings.backend != "static":
+            rules += [self._check_exclusion] * 3
+        limit = policy.max_attempts_without_progress
+        if limit is not None:
+            self._random.choice(self._nodes).report_progress()
+            self._sim.run(_AT_ONCE_S)
+            if self._restarts + limit < self._sim.spec.max_restarts:
+                rules += [self._check_no_progress] * 3
         self._random.choice(rules)()
 
     @property
@@ -178,6 +190,48 @@ class CalmRules:
             self._limit_s,
         )
 
+    def _check_exclusion(self) -> None:
+        """A node on standby takes the rank of an excluded node, by one restart and one round."""
+        sim = self._sim
+        for number in range(sim.spec.nnodes.maximum + 1):
+            if any(node.is_standing_by for node in sim.live_nodes):
+                break
+            sim.add_node(f"spare{number}")
+            sim.run_until(self._is_together, self._limit_s)
+        ranks = {node: node.running.span.group_rank for node in self._nodes if node.running}
+        excluded = self._random.choice([*ranks])
+        rounds, restarts = self._rounds, self._restarts
+        excluded.report_progress()
+        excluded.exclude()
+        sim.run(_AT_ONCE_S)
+        if self._rounds != rounds:
+            sim.fail("an exclusion alone has caused a round")
+        sim.fail_worker(excluded, self._exit_code)
+        sim.run_until(lambda: len(self._nodes) == len(ranks) and self._rounds > rounds, 60.0)
+        kept = {node: one.span.group_rank for node in self._nodes if (one := node.running)}
+        for node, rank in ranks.items():
+            if node is not excluded and kept.get(node) != rank:
+                sim.fail(f"{node.name} had rank {rank}, and another node was excluded")
+        if excluded in kept:
+            sim.fail(f"{excluded.name} is excluded, and has rank {kept[excluded]}")
+        sim.run_until(self._is_together, self._limit_s)
+        if (self._rounds, self._restarts) != (rounds + 1, restarts + 1):
+            sim.fail(f"an exclusion: {self._rounds - rounds} rounds, {self._restarts} restarts")
+
+    def _check_no_progress(self) -> None:
+        """The job ends after exactly so many failed attempts in a row without progress."""
+        sim, limit = self._sim, self._sim.spec.restart.max_attempts_without_progress or 0
+        for number in range(limit + 1):
+            attempt = max(node.running.attempt for node in self._nodes if node.running)
+            sim.fail_worker(self._random.choice(self._nodes), self._exit_code)
+            sim.run_until(partial(self._is_over_or_after, attempt), self._limit_s)
+            if sim.is_over is not (number == limit):
+                sim.fail(f"the job goes on or ends after {number} attempts without progress")
+
+    def _is_over_or_after(self, attempt: int) -> bool:
+        running = [node.running.attempt for node in self._nodes if node.running]
+        return self._sim.is_over or max(running, default=attempt) > attempt
+
 
 def run_random_scenario(
     seed: int, spec: LaunchSpec | None = None, *, exit_codes: Sequence[int] = (1, 3)
@@ -235,6 +289,8 @@ class Scenario:
         self._has_replacements = self._is_static or spec is not None
         # The exit barrier, and then the search for a store or the join timeout.
         self._settle_s = 600.0 if spec is None else 3600.0
+        self._fitness_random = Random(f"fitness in scenario {seed}")
+        self._has_fitness = spec is None and self._fitness_random.random() < 0.4
         self.sim = Simulation(
             spec or self._spec(count),
             seed=seed,
@@ -284,6 +340,8 @@ class Scenario:
             scale_up_delay=self._rules_random.choice([None, 2.0]),
             scale_up_limit=5.0,
         )
+        if self._has_fitness:
+            policy, rendezvous = self._with_fitness(policy, rendezvous, maximum, max_restarts)
         return LaunchSpec(
             "train.py",
             nnodes=(minimum, maximum),
@@ -291,6 +349,21 @@ class Scenario:
             restart=policy,
             rendezvous=rendezvous,
         )
+
+    def _with_fitness(
+        self, policy: RestartPolicy, rendezvous: RendezvousSpec, maximum: int, max_restarts: int
+    ) -> tuple[RestartPolicy, RendezvousSpec]:
+        """Let the job exclude nodes, check their health, and need progress."""
+        random = self._fitness_random
+        limit = random.choice([limit for limit in (None, 1, 2) if (limit or 0) <= max_restarts])
+        if policy.decide is not None:
+            actions = [RestartAction.DEFAULT, RestartAction.EXCLUDE]
+            policy = policy.replace(decide=lambda failure: random.choice(actions))
+        policy = policy.replace(
+            exclude_for=random.choice([1.0, 4.0]), max_attempts_without_progress=limit
+        )
+        check = random.choice([None, "check"]) if maximum > 1 else None
+        return policy, rendezvous.replace(health_check=check)
 
     def _endpoints(self) -> Sequence[str]:
         names = self._names
@@ -333,6 +406,8 @@ class Scenario:
         for _ in range(random.randint(1, 12)):
             sim.run(random.choice([0.001, 0.01, 0.1, 1.0, 2.5]) * random.random() * 2)
             self._fault()
+            if self._has_fitness and self._fitness_random.random() < 0.5:
+                self._act_on_fitness()
 
     def recover(self) -> None:
         """End all faults, and wait until the remaining nodes are together."""
@@ -340,6 +415,8 @@ class Scenario:
         self._failing = 0.0
         sim.checker.order_hook = None
         sim.end_faults()
+        for node in sim.live_nodes:
+            node.is_healthy = True
         self._start_stores()
         if self._has_replacements and sim.live_nodes and not sim.outcomes:
             for name in self._names:
@@ -488,6 +565,18 @@ class Scenario:
         ]
         random.choice(faults)()
 
+    def _act_on_fitness(self) -> None:
+        if not (nodes := self.sim.live_nodes):
+            return
+        node = self._fitness_random.choice(nodes)
+        match self._fitness_random.randrange(4):
+            case 0:
+                node.report_progress()
+            case 1:
+                node.is_healthy = not node.is_healthy
+            case _:
+                node.exclude()
+
     def _of_node(self, fault: Callable[[SimNode], None]) -> Callable[[], None]:
         """Return a call that injects a fault into a random node, if there is a node."""
 
@@ -597,7 +686,10 @@ class Scenario:
         if succeeded := sim.checker.rounds.rounds[names.pop()].succeeded:
             return len(succeeded | {one.span.group_rank for one in placements}) == size
         nnodes = sim.spec.nnodes
-        return nnodes.minimum <= len(placed) == size == min(nnodes.maximum, len(live))
+        # A round goes on with a node that is excluded from the next one, which would lack nodes.
+        may_be_small = any(node.may_be_excluded for node in placed)
+        is_full = may_be_small or size == min(nnodes.maximum, len(live))
+        return nnodes.minimum <= len(placed) == size and is_full
 
     def _is_aside(self, node: SimNode) -> bool:
         """Return whether a node has succeeded in a round that others replaced at another store."""

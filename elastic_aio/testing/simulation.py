@@ -27,7 +27,7 @@ from elastic_aio.agent.worker_store import MasterPorts, ReservedPort
 from elastic_aio.aio import create_task
 from elastic_aio.errors import SpecError
 from elastic_aio.events import Event
-from elastic_aio.node_events import NodeStandby, RoundFormed
+from elastic_aio.node_events import NodeExcluded, NodeStandby, RoundFormed
 from elastic_aio.outcome import PREEMPTION_CHANGE, AttemptResult, ExitStatus, Failure, JobOutcome
 from elastic_aio.process.children import Child, ChildSpec
 from elastic_aio.process.tree import Survivor
@@ -54,6 +54,9 @@ from elastic_aio.testing.network import Network, SimProcess
 from elastic_aio.testing.node import SimNode, WorkerBehavior, checked_exit_code
 from elastic_aio.testing.store import PORT, RUN_ID, serve_store
 from elastic_aio.testing.virtual_time import SimHost, Trace, VirtualTime
+
+_CHECK_S = 0.2
+"""Seconds that a health check takes."""
 
 _SPAWN_S = 5.0
 """Seconds for which a stop waits for workers that are being spawned."""
@@ -122,6 +125,11 @@ class SimDriver(MultiNodeDriver):
                 self.checker.rounds.on_succeeded(self.node)
         super()._perform(effect)
 
+    async def _run_check(self, command: str) -> str:
+        await asyncio.sleep(_CHECK_S)
+        self.node.is_checked = self.node.is_healthy
+        return "" if self.node.is_healthy else "its health check has failed"
+
     def _show_change(self, why: str, time_left: float | None, number: int = 0) -> None:
         self.node.change = -1 if time_left is None else number
 
@@ -138,6 +146,9 @@ class SimDriver(MultiNodeDriver):
                     self.node.is_standing_by = True
                 case RoundFormed():
                     self.node.is_standing_by = False
+                case NodeExcluded(is_own=True, seconds=seconds):
+                    self.node.is_standing_by = False
+                    self.checker.on_excluded(self.node, seconds)
             self.checker.on_event(self.node, event)
 
     def _make_group(self, effect: StartGroup) -> Group:
