@@ -286,8 +286,6 @@ def form_round(state: CoordinatorState, candidates: list[MemberRecord], why: str
         if running or state.arm(max(state.fenced_until, _arrivals_until(state))):
             return
     former = state.round.placements
-    # With `overlap`, the workers of a node that is excluded still run.
-    candidates = [one for one in candidates if not one.is_excluded]
     candidates.sort(
         key=lambda one: (one.member not in former, not one.status.is_host, one.joined_at)
     )

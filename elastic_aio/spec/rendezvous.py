@@ -270,8 +270,9 @@ class RendezvousSpec(SpecValue, prefix="rendezvous."):
     """A command of the shell that exits with 0 if this host is fit for workers.
 
     It runs before the node takes part for the first time, after each failure of its workers, and at
-    the end of an exclusion.  A node that is not fit is excluded until the command, which is tried
-    again after 5, 10, 20, 40 and then each 60 s, succeeds.  For the backends that are built in.
+    the end of an exclusion.  A node that is not fit is excluded until the command succeeds, which
+    is repeated after 5 s, and then at growing intervals of up to 60 s.  For the backends that are
+    built in.
     """
     health_check_timeout: float = field(
         default=60.0,

@@ -262,6 +262,9 @@ def run_random_scenario(
 class Scenario:
     """One random scenario: faults, recovery, and the end."""
 
+    _has_fitness = False
+    """Whether workers exclude nodes, health checks fail, and progress is reported or not."""
+
     def __init__(
         self,
         seed: int,
@@ -290,7 +293,6 @@ class Scenario:
         # The exit barrier, and then the search for a store or the join timeout.
         self._settle_s = 600.0 if spec is None else 3600.0
         self._fitness_random = Random(f"fitness in scenario {seed}")
-        self._has_fitness = spec is None and self._fitness_random.random() < 0.4
         self.sim = Simulation(
             spec or self._spec(count),
             seed=seed,
@@ -340,6 +342,7 @@ class Scenario:
             scale_up_delay=self._rules_random.choice([None, 2.0]),
             scale_up_limit=5.0,
         )
+        self._has_fitness = self._fitness_random.random() < 0.4
         if self._has_fitness:
             policy, rendezvous = self._with_fitness(policy, rendezvous, maximum, max_restarts)
         return LaunchSpec(

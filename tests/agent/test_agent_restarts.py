@@ -162,6 +162,20 @@ async def test_the_restarts_of_a_job_with_progress_are_those_of_max_restarts() -
     assert (result.restarts, result.reason) == (4, "all 4 restarts are used up (max restarts)")
 
 
+@pytest.mark.both_loops
+async def test_a_job_of_one_node_ends_on_an_excluded_node() -> None:
+    """Its failure is not repeated there; without a failure nothing changes."""
+    exclude = "echo 'EXCLUDE=ECC error' >&$ELASTIC_AIO_NOTIFY_FD"
+    spec = LaunchSpec(
+        shell(f"[ $RANK = 1 ] || sleep 99; {exclude}; exit 7"), nproc_per_node=2, max_restarts=5
+    )
+    result = await failed(spec)
+    why = "the only node of the job is excluded: rank 1: ECC error"
+    assert (result.reason, result.exit_code, result.restarts) == (why, 7, 0)
+    fine = await launch(spec.replace(entrypoint=tuple(shell(f"{exclude}; exit 0"))))
+    assert fine.exit_code == 0
+
+
 @pytest.mark.slow
 async def test_a_window_slides() -> None:
     """Restarts older than the window do not count."""

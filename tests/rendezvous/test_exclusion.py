@@ -182,12 +182,38 @@ def test_a_node_below_the_maximum_joins_again() -> None:
     assert harness.ranks.keys() == {"a", "b", "c"}
 
 
-def test_joiners_form_no_round_with_an_excluded_node() -> None:
-    harness = job("a", "b", minimum=1, maximum=3, scale_up_delay=0.0)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_joiners_form_no_round_with_an_excluded_node(overlap: bool) -> None:
+    """Nor where its workers still run when the next round begins."""
+    harness = job("a", "b", minimum=1, maximum=3, scale_up_delay=0.0, overlap=overlap)
     harness.exclude("a")
     harness.join("c")
     harness.settle(10.0)
     assert harness.ranks.keys() == {"b", "c"}
+
+
+def test_with_overlap_the_next_round_begins_without_an_excluded_node() -> None:
+    """Before its workers have stopped."""
+    harness = job("a", "b", "s", "t", overlap=True)
+    harness.exclude("a")
+    harness.lose("b")
+    assert {name: rank for name, rank in harness.ranks.items() if name != "a"} == {"s": 0, "t": 1}
+    assert harness.numbers("a")[0] == 0
+    harness.settle(1.0)
+    assert not harness.members["a"].status.is_busy
+    assert own_events(harness, "a")
+
+
+def test_the_first_reason_counts_until_the_time_is_over() -> None:
+    """A later one, such as a failed health check, makes it no shorter."""
+    harness = job()
+    harness.exclude("a", "for ever", None)
+    harness.exclude("a", "its health check has failed", 5.0)
+    harness.fail("a")
+    (own,) = own_events(harness, "a")
+    assert (own.why, own.seconds) == ("for ever", None)
+    harness.members["a"].readmit()
+    assert not harness.members["a"].status.exclusion
 
 
 def test_a_joiner_stands_by_while_the_next_round_would_lack_nodes() -> None:
