@@ -585,11 +585,9 @@ async def test_a_reader_knows_that_nothing_follows() -> None:
     stream = history()
     stream.append("a")
     reader, ahead, closed = stream.read(), stream.read(1), stream.read()
-    assert not reader.is_over
-    assert not ahead.is_over
+    assert [one.is_over for one in (reader, ahead)] == [False, False]
     stream.close()
-    assert not reader.is_over
-    assert ahead.is_over
+    assert [one.is_over for one in (reader, ahead)] == [False, True]
     assert await all_of(reader) == ["a"]
     assert reader.is_over
     await closed.aclose()

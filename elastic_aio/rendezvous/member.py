@@ -76,7 +76,8 @@ class Member:
         self.started_round = -1
         self.is_standing_by = False
         """Whether it waits for a vacant rank, without a place in the round."""
-        self._is_excluded = False
+        self.is_excluded = False
+        """Whether it waits for the end of its exclusion, and its workers have ended."""
         self._exclude_for = self._excluded_for = exclude_for
         self._refused_because = ""
         """The other node that holds the rank of this one; empty for none."""
@@ -248,20 +249,20 @@ class Member:
 
     def extend_exclusion(self, why: str, seconds: float | None = None) -> NodeExcluded:
         """Take part in no round, because of `why`, until `readmit`; return the event of that."""
-        self._is_excluded, self.is_standing_by, self._excluded_for = True, False, seconds
+        self.is_excluded, self.is_standing_by, self._excluded_for = True, False, seconds
         self._update(exclusion=sanitize(why))
         node = self.status.node
         return NodeExcluded(name=node.name, member=self.name, why=why, seconds=seconds, is_own=True)
 
     def readmit(self) -> None:
         """Take part again: the time of an exclusion is over."""
-        self._is_excluded = False
+        self.is_excluded = False
         self._update(exclusion="")
 
     def _begin_exclusion(self) -> list[MemberEffect]:
         """Return that this member is excluded, once its workers have ended."""
         why = self.status.exclusion
-        if self._is_excluded or self.status.is_busy or not why:
+        if self.is_excluded or self.status.is_busy or not why:
             return []
         return [self.extend_exclusion(why, self._excluded_for)]
 

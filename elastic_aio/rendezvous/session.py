@@ -231,8 +231,9 @@ class StoreSession:
         # A failure ends no job that may be restarted, nor a job whose coordinator has not seen it.
         is_final = self._former.knows_failure and is_spent
         has_succeeded = self._member.has_succeeded or self._member.has_seen_success
-        # A coordinator may end a job while nodes on standby have their leases.
-        may_go_on = not (has_succeeded or is_final or self._member.is_standing_by)
+        # A coordinator may end a job while such nodes have their leases.
+        is_waiting = self._member.is_standing_by or self._member.is_excluded
+        may_go_on = not (has_succeeded or is_final or is_waiting)
         return self._former.is_leased and (is_open or may_go_on)
 
     async def _look_for_run(self, *, may_begin: bool) -> tuple[RunRecord, RunEnd | None] | None:

@@ -880,7 +880,7 @@ MUTATIONS: Final = (
     Mutation(
         "standby-carries-its-job",
         "rendezvous/session.py",
-        "not (has_succeeded or is_final or self._member.is_standing_by)",
+        "not (has_succeeded or is_final or is_waiting)",
         "not (has_succeeded or is_final)",
         "a job may end while nodes on standby have their leases",
         "tests/rendezvous/test_simulator.py::"
@@ -1107,8 +1107,8 @@ MUTATIONS: Final = (
     Mutation(
         "excluded-before-its-end",
         "rendezvous/member.py",
-        "if self._is_excluded or self.status.is_busy or not why:",
-        "if self._is_excluded or not why:",
+        "if self.is_excluded or self.status.is_busy or not why:",
+        "if self.is_excluded or not why:",
         "the time of an exclusion begins when the workers have stopped",
         _EXCLUSION + "test_the_round_goes_on_until_it_ends_for_another_reason",
     ),
