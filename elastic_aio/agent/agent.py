@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import os
 import time
 import weakref
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from elastic_aio.agent.driver import Driver
 from elastic_aio.agent.entrypoint import PerRankOverrides
-from elastic_aio.agent.event_log import EventListener, EventLog
+from elastic_aio.agent.event_log import EventListener, EventLog, log_event
 from elastic_aio.agent.machine import SingleNodeMachine, StopReceived
 from elastic_aio.agent.preflight import (
     check_file_size,
@@ -48,8 +47,6 @@ if TYPE_CHECKING:
     from elastic_aio.control.server import ControlServer
     from elastic_aio.logs.reader import LogReader
     from elastic_aio.stacks import StackDump
-
-_logger = logging.getLogger("elastic_aio")
 
 
 class Agent:
@@ -137,7 +134,7 @@ class Agent:
         driver = self._driver = self._make_driver(nproc)
         driver.finds_lost_jobs = self._has_control
         if self._overrides is None:  # else the program uses processes, and no job
-            self._event_log.listen(_log_event)
+            self._event_log.listen(log_event)
         try:
             await driver.open()
         except BaseException:  # a cancellation too: no event follows
@@ -430,13 +427,6 @@ class Agent:
         if self._driver.is_copy:
             raise RuntimeError("the job runs in the process that has forked this one")
         return self._driver
-
-
-def _log_event(event: Event) -> None:
-    """Write an event to the logger `elastic_aio`, if the program has a handler for it."""
-    # Without one, `logging` would write warnings to standard error.
-    if _logger.isEnabledFor(event.level) and _logger.hasHandlers():
-        _logger.log(event.level, "%s", event.sentence)
 
 
 def make_agent(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,6 +15,8 @@ from elastic_aio.events import Event, EventsMissed
 from elastic_aio.status import StatusTracker
 
 EventListener = Callable[[Event], None]
+
+_logger = logging.getLogger("elastic_aio")
 
 
 class EventLog:
@@ -104,3 +107,10 @@ class EventLog:
         return EventsMissed(
             seq=following - 1, time=time.time(), run_id=self._run_id, node=self._node, count=count
         )
+
+
+def log_event(event: Event) -> None:
+    """Write an event to the logger `elastic_aio`, if the program has a handler for it."""
+    # Without one, `logging` would write warnings to standard error.
+    if _logger.isEnabledFor(event.level) and _logger.hasHandlers():
+        _logger.log(event.level, "%s", event.sentence)

@@ -21,7 +21,7 @@ LATER = {
     """,
     "elastic_aio.control.server": """
         elastic_aio.control.protocol elastic_aio.node_events elastic_aio.event_json
-        elastic_aio.control.session elastic_aio.logs.inotify
+        elastic_aio.control.session elastic_aio.logs.inotify elastic_aio.process.lost_jobs
     """,
     "elastic_aio.agent.worker_store": """
         elastic_aio.store.limits elastic_aio.store.wire elastic_aio.store.replies
@@ -32,7 +32,9 @@ LATER = {
         elastic_aio.store.link elastic_aio.store.client elastic_aio.rendezvous.job_list
     """,
     "elastic_aio.engines.link": "elastic_aio.store.tls",
-    "elastic_aio.cli.run": "elastic_aio.worker.recorder",
+    "elastic_aio.agent.driver": "elastic_aio.worker.membership",
+    "elastic_aio.agent.failures": "elastic_aio.agent.core_file",
+    "elastic_aio.cli.run": "elastic_aio.worker.recorder elastic_aio.recorder",
     "elastic_aio.http.app": """
         aiofiles anyio.abc._streams anyio.streams.stapled anyio.streams.tls anyio.streams.memory
         anyio._backends._asyncio

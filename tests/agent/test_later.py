@@ -18,8 +18,10 @@ from tests.test_structure import late_imports, module_names
 
 # Modules that a job loads before its workers run, or not at all: a reason for each.
 BEFORE = {
+    "agent.health": "the first check is made before the workers run",
     "agent.later": "it has the list, and is loaded half a second earlier",
     "agent.multi_node_driver": "a job of several nodes begins with it",
+    "cli.event_file": "the file is opened before",
     "control.server": "it listens before the workers run",
     "discovery.engine": "the rendezvous of an engine begins with it",
     "hardware.cpus": "a worker is bound when it is spawned",
