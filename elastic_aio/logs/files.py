@@ -122,7 +122,11 @@ class RunDirectory:
     def is_in_use(self) -> bool | None:
         """Whether the run of this directory goes on; None if it has no lock of this user's."""
         with suppress(OSError), _open_lock(str(self.path)) as lock:
-            return _is_held(lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return True
+            return False
         return None
 
     def note_job(self, job: str) -> None:
@@ -275,7 +279,7 @@ class RunDirectory:
             with suppress(OSError), _open_lock(path) as lock:  # or it is no directory of ours
                 job = os.read(lock, _JOB_MAX).decode(errors="replace") or path
                 runs[job].append((os.fstat(lock).st_mtime, path))
-                if _is_held(lock):
+                if RunDirectory(path).is_in_use():
                     kept.add(job)
         ended = sorted((max(found), found) for job, found in runs.items() if job not in kept)
         for _, found in ended[: max(0, len(ended) - keep + 1)]:
@@ -343,15 +347,6 @@ def _open_lock(directory: str) -> Iterator[int]:
         os.close(lock)
 
 
-def _is_held(lock: int) -> bool:
-    """Whether a running job holds an open lock file."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    return False
-
-
 def _check_own(status: os.stat_result, is_kind: Callable[[int], bool]) -> None:
     if not is_kind(status.st_mode) or status.st_uid != os.geteuid():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
@@ -374,11 +369,11 @@ def _open_new(path: str, access: int) -> int:
     return os.open(path, access | _NEW_FILE, _FILE_MODE)
 
 
-def _make_below(parent: str, prefix: str) -> str:
+def _make_below(parent: str, prefix: str, mode: int = 0o777) -> str:
     while True:  # until a name is not taken
         with suppress(FileExistsError):
-            path = f"{parent}/{prefix}{os.urandom(4).hex()}"
-            os.mkdir(path)
+            path = os.path.abspath(f"{parent}/{prefix}{os.urandom(4).hex()}")
+            os.mkdir(path, mode)
             return path
 
 
@@ -386,26 +381,19 @@ def _make_unique(prefix: str) -> str:
     """Do the same as `tempfile.mkdtemp`, whose import takes as long as ten of our modules."""
     if "tempfile" not in sys.modules:  # else the program may have set `tempfile.tempdir`
         variables = map(os.environ.get, ("TMPDIR", "TEMP", "TMP"))
-        path = os.path.abspath(
-            f"{next(filter(None, variables), '/tmp')}/{prefix}{os.urandom(4).hex()}"
-        )
         with suppress(OSError):
-            os.mkdir(path, 0o700)
-            return path
+            return _make_below(next(filter(None, variables), "/tmp"), prefix, 0o700)
     import tempfile
 
     return tempfile.mkdtemp("", prefix)
 
 
 def _remove(directory: str) -> None:
-    with suppress(OSError):  # it has directories
-        opened = os.open(directory, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            for name in os.listdir(opened):
-                os.unlink(name, dir_fd=opened)
-        finally:
-            os.close(opened)
-        return os.rmdir(directory)
-    import shutil  # its import takes longer than the removal of some files
-
-    shutil.rmtree(directory, ignore_errors=True)
+    """Remove a directory as `shutil.rmtree`, whose import takes longer than that of some files."""
+    with suppress(OSError):
+        for _, directories, files, opened in os.fwalk(directory, topdown=False):
+            for name in (*files, *directories):
+                for remove in (os.unlink, os.rmdir):  # a link to a directory is a link
+                    with suppress(OSError):
+                        remove(name, dir_fd=opened)
+        os.rmdir(directory)
