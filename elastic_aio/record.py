@@ -81,10 +81,7 @@ class JobRecord(JobStatus, frozen=True, kw_only=True):
         return self.written_at if self.ended_at is None else self.ended_at
 
     def encode(self) -> bytes:
-        try:
-            return msgspec.json.encode(self) + b"\n"
-        except UnicodeEncodeError:  # a path or an argument that is not UTF-8
-            return msgspec.json.encode(jsonable(msgspec.to_builtins(self))) + b"\n"
+        return msgspec.json.encode(jsonable(msgspec.to_builtins(self))) + b"\n"
 
     @classmethod
     def decode(cls, content: bytes) -> JobRecord:
@@ -135,13 +132,10 @@ def without_secrets(words: Iterable[str]) -> tuple[str, ...]:
 
 def runs_directory() -> str | None:
     """Return where the runs of this user are recorded; None without a home directory."""
-    base = os.environ.get("XDG_STATE_HOME", "")
-    if not os.path.isabs(base):  # which its specification wants ignored
-        home = os.environ.get("HOME", "")
-        if not os.path.isabs(home):
-            return None
-        base = f"{home}/.local/state"
-    return f"{base}/elastic_aio/runs"
+    home = os.path.join(os.environ.get("HOME", ""), ".local/state")
+    # XDG's specification wants paths ignored that are not absolute.
+    bases = filter(os.path.isabs, (os.environ.get("XDG_STATE_HOME", ""), home))
+    return next((f"{base}/elastic_aio/runs" for base in bases), None)
 
 
 def recorded_runs(parent: str | None = None) -> list[JobRecord]:
@@ -194,25 +188,25 @@ class RecordFiles:
         return f"<RecordFiles in {self._log_dir} and {self._entry!r}>"
 
     def write(self, record: JobRecord, added: Sequence[Event], report: str = "") -> None:
-        """Add events, and replace the rest.  No OSError is raised, see `problem`."""
+        """Add events, and replace the rest; `close` if the run has ended.
+
+        No OSError is raised, see `problem`.
+        """
         if self._entry is None:
             self._entry = _make_entry(record)
-        entry = self._entry.path
-        record = replace(record, state_dir=entry)
-        lines = b"".join(event_to_json(event) + b"\n" for event in added)
-        if self._log_dir is not None:
-            try:
-                _write_all(self._log_dir, record, lines, report)
-            except OSError as error:
-                self.problem = f"{error_reason(error)}: {self._log_dir}"
+        record = replace(record, state_dir=self._entry.path)
+        all_of_it = record, b"".join(event_to_json(event) + b"\n" for event in added), report
+        try:
+            _write_into(self._log_dir, *all_of_it)
+        except OSError as error:
+            self.problem = f"{error_reason(error)}: {self._log_dir}"
         with suppress(OSError):
-            if entry is not None and self._log_dir is None:
-                _write_all(entry, record, lines, report)
-            elif entry is not None:
-                _write_all(entry, record)
+            _write_into(self._entry.path, *(all_of_it if self._log_dir is None else (record,)))
+        if record.ended_at is not None:
+            self.close()
 
     def close(self) -> None:
-        """Note that the run has ended, and remove the records of old runs."""
+        """Note that the run has ended, and remove the records of old runs.  Idempotent."""
         if self._entry is not None:
             with suppress(OSError):
                 self._entry.remove_old_runs(RUNS_KEPT)
@@ -236,8 +230,12 @@ def _make_entry(record: JobRecord) -> RunDirectory:
     return RunDirectory(None)
 
 
-def _write_all(directory: str, record: JobRecord, lines: bytes = b"", report: str = "") -> None:
+def _write_into(
+    directory: str | None, record: JobRecord, lines: bytes = b"", report: str = ""
+) -> None:
     """Write what there is, the record last and in any case, or raise an OSError."""
+    if directory is None:
+        return
     try:
         if lines:
             _append(f"{directory}/{EVENTS_FILE}", lines)
@@ -245,14 +243,13 @@ def _write_all(directory: str, record: JobRecord, lines: bytes = b"", report: st
             text = report.encode("utf-8", "backslashreplace")
             replace_file(f"{directory}/{REPORT_FILE}", text)
     finally:
-        _replace(f"{directory}/{RUN_FILE}", replace(record, directory=directory))
+        content = replace(record, directory=directory).encode()
+        room = 0 if record.ended_at is not None else 2048 + 512 * len(record.workers)
+        _replace(f"{directory}/{RUN_FILE}", content.ljust(len(content) + room))
 
 
-def _replace(path: str, record: JobRecord) -> None:
-    """Write a record in one step; on a full disk in place of the former, which has room for it."""
-    content = record.encode()
-    if record.ended_at is None:
-        content = content.ljust(len(content) + 2048 + 512 * len(record.workers))
+def _replace(path: str, content: bytes) -> None:
+    """Write a file in one step; on a full disk in place of the former, which has room for it."""
     try:
         replace_file(path, content)
     except OSError as error:

@@ -16,7 +16,7 @@ from msgspec.structs import asdict, replace
 
 from elastic_aio._version import __version__
 from elastic_aio.agent.agent import Agent, driver_of
-from elastic_aio.aio import EventReader, cancel_and_wait, create_task, run_in_thread, wait_shielded
+from elastic_aio.aio import EventReader, cancel_and_wait, create_task, run_in_thread, run_shielded
 from elastic_aio.events import AttemptFailed, Event, JobFinished
 from elastic_aio.outcome import LaunchResult
 from elastic_aio.record import JobRecord, RecordFiles, without_secrets
@@ -78,8 +78,7 @@ class RunRecorder:
     async def __aexit__(self, *_: object) -> None:
         """Wait until the record is complete, for `patience` seconds at most."""
         if self._recording is not None:
-            closing = create_task(self._close(self._recording), name="end of a record")
-            await wait_shielded(closing)
+            await run_shielded(partial(self._close, self._recording))
 
     async def _close(self, recording: asyncio.Task[None]) -> None:
         done, _ = await asyncio.wait([recording], timeout=self._patience)
@@ -94,8 +93,7 @@ class RunRecorder:
                 while len(added) < _BATCH_MAX and not isinstance(added[-1], JobFinished):
                     async with asyncio.timeout(self._delay):
                         added.append(await anext(events))
-            failed = (one for one in added if isinstance(one, AttemptFailed))
-            self._failures.extend(one.sentence for one in failed)
+            self._failures.extend(one.sentence for one in added if isinstance(one, AttemptFailed))
             if (agent := self._source()) is None:
                 return
             record, result = self._status(agent, added[-1]), driver_of(agent).result
@@ -136,5 +134,3 @@ def _write(
         if result.failures and result.failures[0].pid is not None:
             report = f"{format_failure(result, name)}\n"
     files.write(record, added, report)
-    if record.ended_at is not None:
-        files.close()
