@@ -22,19 +22,16 @@ def core_note(pid: int, directory: str, since: float) -> str:
         with open(_PATTERN, errors="replace") as pattern_file, open(_USES_PID) as uses_pid:
             pattern, has_pid = pattern_file.read().strip(), uses_pid.read().strip() != "0"
         if pattern.startswith("|"):
-            is_kept = "systemd-coredump" in pattern
-            return f"core dump: coredumpctl info {pid}" if is_kept else ""
+            return f"core dump: coredumpctl info {pid}" if "systemd-coredump" in pattern else ""
         names = os.path.join(glob.escape(directory), expand(pattern, pid, has_pid=has_pid))
-        found = [(os.lstat(path), path) for path in glob.glob(names)]
-        time, path = max(
-            ((each.st_mtime, path) for each, path in found if _is_own_file(each)), default=(0.0, "")
-        )
+        found = [
+            (status.st_mtime, path)
+            for path in glob.glob(names)
+            if stat.S_ISREG((status := os.lstat(path)).st_mode) and status.st_uid == os.geteuid()
+        ]
+        time, path = max(found, default=(0.0, ""))
         return f"core file: {os.path.abspath(path)}" if path and time >= since else ""
     return ""
-
-
-def _is_own_file(status: os.stat_result) -> bool:
-    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def expand(pattern: str, pid: int, *, has_pid: bool) -> str:

@@ -12,18 +12,7 @@ from elastic_aio.record import RUN_FILE, JobRecord, recorded_runs, run_in
 from elastic_aio.spec.checks import invalid_value
 from elastic_aio.text import error_reason, format_duration, one_line
 
-RUN_COLUMNS: tuple[str, ...] = (
-    "RUN",
-    "NODE",
-    "PID",
-    "NAME",
-    "PHASE",
-    "EXIT",
-    "ATTEMPTS",
-    "STARTED",
-    "TIME",
-    "WHY",
-)
+RUN_COLUMNS = ("RUN", "NODE", "PID", "NAME", "PHASE", "EXIT", "ATTEMPTS", "STARTED", "TIME", "WHY")
 _WIDTHS = (24, 24, 8, 32, 16, 4, 8, 19, 16, 60)
 
 _LOST = "did not end"
@@ -52,17 +41,14 @@ def runs_named(name: str) -> list[JobRecord]:
 def with_recorded(jobs: Sequence[RunningJob]) -> list[RunningJob]:
     """Return running jobs and the recorded runs that are none of them, the latest first."""
     known = {(job.status.run_id, job.pid) for job in jobs if job.status is not None}
-    recorded = [_as_job(run) for run in recorded_runs()]
-    ended = [job for job in recorded if job.status and (job.status.run_id, job.pid) not in known]
-    return sorted([*jobs, *ended], key=_started_at, reverse=True)
+    ended = [_as_job(run) for run in recorded_runs() if (run.run_id, run.agent_pid) not in known]
+    return sorted(
+        [*jobs, *ended], key=lambda job: (job.status and job.status.started_at) or 0.0, reverse=True
+    )
 
 
 def _as_job(run: JobRecord) -> RunningJob:
     return RunningJob(run.directory, run.agent_pid or 0, run)
-
-
-def _started_at(job: RunningJob) -> float:
-    return (job.status and job.status.started_at) or 0.0
 
 
 def run_row(job: RunningJob, now: float) -> tuple[str, ...]:

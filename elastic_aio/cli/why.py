@@ -9,13 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from elastic_aio.cli.local_jobs import (
-    EXIT_CODES,
-    choose_run,
-    command,
-    job_parser,
-    recorded_events,
-)
+from elastic_aio.cli.local_jobs import EXIT_CODES, choose_run, command, job_parser, recorded_events
 from elastic_aio.cli.status_text import head_lines, local_time
 from elastic_aio.control.client import CommandClient, RunningJob, iterate_blocking
 from elastic_aio.event_json import read_events
@@ -65,7 +59,9 @@ def main_why(argv: Sequence[str]) -> int:
 
         history, head, report = recorded_events(job), run_lines(job), job.report()
     else:
-        history = _recorded(arguments.file) if job is None else _present(job)
+        history = (
+            [*iterate_blocking(CommandClient(job).events())] if job else _recorded(arguments.file)
+        )
         tracker = StatusTracker()
         for event in history:
             tracker(event)
@@ -78,10 +74,6 @@ def main_why(argv: Sequence[str]) -> int:
         lines.append(f"({len(steps) - len(shown)} earlier steps: --all)")
     print("\n".join([*lines, *format_steps(shown), *map(printable, report.splitlines())]))
     return 0
-
-
-def _present(job: RunningJob) -> list[Event]:
-    return [*iterate_blocking(CommandClient(job).events())]
 
 
 def _recorded(path: str) -> list[Event]:
