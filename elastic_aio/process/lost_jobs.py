@@ -12,13 +12,12 @@ What is below a process of a live job, or in its session, is that job's.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import stat
 import time
 from collections import defaultdict
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -26,11 +25,12 @@ from msgspec import Struct
 
 from elastic_aio.process import proc
 from elastic_aio.process.descendants import Scanner, environment_of, launcher_of, may_adopt
+from elastic_aio.process.tree import Yielder
 from elastic_aio.worker.context import ERROR_FILE, RUN_ID, TIMER_FILE
 
-_NAME: Final = rb"ELASTIC_AIO_JOB_[0-9a-f]{32}"
+_NAME: Final = "ELASTIC_AIO_JOB_[0-9a-f]{32}"
+_VARIABLES: Final = rf"\0({_NAME}|{RUN_ID}|{ERROR_FILE}|{TIMER_FILE}|SYSTEMD_EXEC_PID)=([^\0]*)"
 _TEMPORARY: Final = r"/elastic_aio_[^/]*[0-9a-f]{8}(?:/attempt_\d+(?:/\d+)?)?\Z"
-_SLICE_S: Final = 0.002
 
 
 class LostJob(Struct, frozen=True):
@@ -54,35 +54,30 @@ class LostScanner(Scanner):
     def find(self, known: Mapping[int, int]) -> Generator[float, None, list[proc.ProcEntry]]:
         """Read every process once; return those that this scan and the last one have found."""
         processes: dict[int, proc.ProcEntry] = {}
-        environments: dict[int, bytes] = {}
-        guardians: dict[int, bytes] = {}
+        environments: dict[int, dict[str, str]] = {}
+        guardians: dict[int, str] = {}
         for name in [] if proc.is_foreign() else os.listdir("/proc"):
             yield 0.0
             process = proc.read_process(int(name)) if name.isdecimal() else None
             if process is None or process.is_dead:
                 continue
             processes[process.pid] = process
-            environment = environment_of(process) or b""
-            if b"\0ELASTIC_AIO_GUARDIAN=" in environment:
-                guardians[process.pid] = proc.read(process.pid, "cmdline") or b""
-            elif re.search(_NAME + b"=", environment):
-                environments[process.pid] = b"\0" + environment
+            content = environment_of(process) or b""
+            if b"\0ELASTIC_AIO_GUARDIAN=" in content:
+                guardians[process.pid] = os.fsdecode(proc.read(process.pid, "cmdline") or b"")
+            elif b"ELASTIC_AIO_JOB_" in content:
+                environment = dict(re.findall(_VARIABLES, f"\0{os.fsdecode(content)}"))
+                if any(map(_is_marker, environment)):
+                    environments[process.pid] = environment
         # What has lost its parents in the stop, and its environment before.
         former = {one.pid for one in processes.values() if one.identity in self._found}
         found = _find_lost(processes, environments, guardians, former)
         runs: defaultdict[str, list[proc.ProcEntry]] = defaultdict(list)
         for pid, source in found.items():
-            environment = environments.get(pid) or environments.get(source, b"")
-            runs[_variable(environment, RUN_ID)].append(processes[pid])
-            self._paths |= {_variable(environment, name) for name in (ERROR_FILE, TIMER_FILE)}
-        self.jobs = [
-            LostJob(
-                run_id,
-                tuple(sorted(one.pid for one in entries)),
-                time.time() - max(proc.seconds_since(one.start) for one in entries),
-            )
-            for run_id, entries in runs.items()
-        ]
+            environment = environments.get(pid) or environments.get(source, {})
+            runs[environment.get(RUN_ID, "")].append(processes[pid])
+            self._paths |= {environment.get(name, "") for name in (ERROR_FILE, TIMER_FILE)}
+        self.jobs = [_lost_job(*run) for run in runs.items()]
         self.jobs.sort(key=lambda job: job.since)
         self._found = {processes[pid].identity for pid in found}
         return [processes[pid] for pid in found if pid in former]
@@ -100,52 +95,57 @@ class LostScanner(Scanner):
 
 async def find_lost_jobs() -> list[LostJob]:
     """Return the lost jobs of this user on this host; none if there is no descriptor left."""
-    scanner, until = LostScanner(), time.perf_counter() + _SLICE_S
+    scanner, yielder = LostScanner(), Yielder()
     with suppress(OSError):
         for _ in scanner.find({}):
-            if time.perf_counter() > until:
-                await asyncio.sleep(0)
-                until = time.perf_counter() + _SLICE_S
+            await yielder.maybe_yield()
     return scanner.jobs
+
+
+def _lost_job(run_id: str, entries: Sequence[proc.ProcEntry]) -> LostJob:
+    age = max(proc.seconds_since(one.start) for one in entries)
+    return LostJob(run_id, tuple(sorted(one.pid for one in entries)), time.time() - age)
 
 
 def _find_lost(
     processes: Mapping[int, proc.ProcEntry],
-    environments: Mapping[int, bytes],
-    guardians: Mapping[int, bytes],
+    environments: Mapping[int, dict[str, str]],
+    guardians: Mapping[int, str],
     former: set[int],
 ) -> dict[int, int]:
     """Return the processes of lost jobs, each with the orphan above it, by pid.
 
     `former` are those of an earlier scan that still run.
     """
-    pattern = b"\0(" + _NAME + rb")=([^\0]*)"
-    marked = {pid: dict(re.findall(pattern, text)) for pid, text in environments.items()}
-    since: dict[tuple[bytes, bytes], int] = {}
-    for pid, markers in marked.items():
-        for marker in markers.items():
-            since[marker] = min(since.get(marker, processes[pid].start), processes[pid].start)
-    live_names = set(re.findall(_NAME, b"\0".join(guardians.values())))
+    since: dict[tuple[str, str], int] = {}
+    for pid in sorted(environments, key=lambda pid: processes[pid].start):
+        for variable in environments[pid].items():
+            since.setdefault(variable, processes[pid].start)
+    live_names = set(re.findall(_NAME, " ".join(guardians.values())))
     live = {*guardians, *(processes[pid].parent for pid in guardians)}
     for (name, value), start in since.items():
-        launcher = launcher_of(value.decode("ascii", "replace"))
-        if launcher is None or _runs(launcher, start):
+        launcher = launcher_of(value)
+        if _is_marker(name) and (launcher is None or _runs(launcher, start)):
             live_names.add(name)
             live.add(launcher or 0)
-    lost = {pid for pid, markers in marked.items() if not markers.keys() & live_names}
+    lost = {pid for pid, names in environments.items() if not names.keys() & live_names}
     orphans = {pid for pid in lost if _is_adopter(processes[pid].parent)}
     # systemd.exec(5): a service, whose manager has imported the environment of a worker.
-    orphans -= {pid for pid in lost if b"\0SYSTEMD_EXEC_PID=%d\0" % pid in environments[pid]}
+    orphans -= {pid for pid in lost if environments[pid].get("SYSTEMD_EXEC_PID") == str(pid)}
     orphans |= former
     if not orphans:
         return {}
-    live |= marked.keys() - lost
+    live |= environments.keys() - lost
     # Process 1 may be a launcher, and is the parent of other orphans.
     kept = _with_relatives(processes, dict.fromkeys(live - {0, 1}, 0), ())
     me = proc.own_pid()
     spared = {me} | may_adopt(me) | kept.keys()
     found = _with_relatives(processes, {pid: pid for pid in orphans - spared}, spared)
     return {pid: source for pid, source in found.items() if _is_own(pid)}
+
+
+def _is_marker(name: str) -> bool:
+    return name.startswith("ELASTIC_AIO_JOB_")
 
 
 def _runs(pid: int, start: int) -> bool:
@@ -182,8 +182,3 @@ def _is_adopter(pid: int) -> bool:
 def _is_own(pid: int) -> bool:
     # All of its user ids: another user may have started a set-user-ID program of this one.
     return {*proc.read_status(pid, b"Uid").get(b"Uid", b"").split()} == {b"%d" % os.geteuid()}
-
-
-def _variable(environment: bytes, name: str) -> str:
-    match = re.search(b"\0" + name.encode() + rb"=([^\0]*)", environment)
-    return os.fsdecode(match[1]) if match else ""

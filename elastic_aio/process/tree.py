@@ -235,7 +235,7 @@ class ProcessTree:
     async def _scan(self) -> list[proc.ProcEntry]:
         self._descendants.update(self.orphans.find(self._since))
         scan = self._scanner.find(self._descendants)
-        yielder = _Yielder()
+        yielder = Yielder()
         while True:
             try:
                 pause = next(scan)
@@ -447,7 +447,7 @@ class ProcessTree:
         return True
 
     async def _signal_leaders(self, number: int, watches: _Watches, is_ordered: bool) -> None:
-        yielder = _Yielder()
+        yielder = Yielder()
         left = [(pid, one) for pid, one in self._running() if pid not in watches.leaders]
         if not left:
             return
@@ -481,7 +481,7 @@ class ProcessTree:
             for process in set(processes).difference(due):
                 if proc.needs_continue(process, number):
                     proc.signal_process(process, signal.SIGCONT)  # others may need it
-        yielder = _Yielder()
+        yielder = Yielder()
         timers: list[asyncio.Future[Any]] = []
         now = self._clock.now()
         for process in due:
@@ -524,7 +524,7 @@ class ProcessTree:
             self._signals.setdefault(leader.pid, set()).add(number)
 
     async def _record_descendants(self) -> None:
-        yielder = _Yielder()
+        yielder = Yielder()
         for pid, _ in self._running():
             for _ in self._recorded(pid):
                 await yielder.maybe_yield()
@@ -662,7 +662,7 @@ class _ScanPace:
         return min(next_at - self._clock.now(), _PAUSE_MAX_S)
 
 
-class _Yielder:
+class Yielder:
     def __init__(self) -> None:
         self._end = time.perf_counter() + _SLICE_S
 

@@ -226,8 +226,9 @@ def a_process_counts_by_its_parent_and_user() -> None:
     scheduled = orphan(marked(), parent_lives=True)
     strange = orphan(marked(), uid=65534)
     service = orphan(marked(), is_service=True)
+    quoting = orphan({"LAST_COMMAND": f"env {MARKER}=1 sleep"})
     nothing_is_found()
-    assert all(map(runs, (scheduled, strange, service)))
+    assert all(map(runs, (scheduled, strange, service, quoting)))
     # Of a launcher that was a service.
     lost = orphan({**marked(), "SYSTEMD_EXEC_PID": str(gone_pid())})
     os.kill(lost, signal.SIGSTOP)
