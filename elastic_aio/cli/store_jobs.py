@@ -16,6 +16,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -26,7 +27,7 @@ from elastic_aio.cli.parser import OptionParser, add_timeout_option
 from elastic_aio.cli.run_options import as_option_error
 from elastic_aio.cli.status_text import local_time, table
 from elastic_aio.cli.store_options import add_store_options, store_spec
-from elastic_aio.control.client import find_jobs
+from elastic_aio.control.client import list_jobs
 from elastic_aio.errors import HostError, SpecError, StoreError
 from elastic_aio.launcher import run_coroutine
 from elastic_aio.process.lost_jobs import LostScanner
@@ -40,7 +41,7 @@ from elastic_aio.text import counted, jsonable, one_line
 _OLDER_THAN: Final = 600.0
 """Seconds for which a job's end is kept by default: a node that comes late finds it."""
 
-_OF_HOST: Final = ("host", "shutdown_timeout", "json", "dry_run")
+_OF_HOST: Final = {"host", "shutdown_timeout", "json", "dry_run"}
 """The options of `aio-elastic gc --host`."""
 _EXIT_CODES: Final = "Exit codes: 0 success, 1 no store answers, 2 invalid arguments."
 
@@ -67,18 +68,14 @@ def main_gc(argv: Sequence[str]) -> int:
     parser = _gc_parser()
     with store_errors():
         arguments = parser.parse_args(argv)
-        if not arguments.host:
-            if arguments.shutdown_timeout != DEFAULT_GRACE:
-                raise UsageError("--shutdown-timeout: needs --host")
-            run_coroutine(lambda: _collect(arguments))
-            return 0
-        given = vars(arguments).items()
-        if any(value != parser.get_default(name) for name, value in given if name not in _OF_HOST):
+        values = vars(arguments).items()
+        given = {name for name, value in values if value != parser.get_default(name)}
+        if arguments.host and given - _OF_HOST:
             problem = "asks no store: only --json, --dry-run and --shutdown-timeout may follow"
             raise UsageError(f"--host: {problem}")
-        run_coroutine(lambda: _end_lost_jobs(arguments))
-    if not arguments.dry_run:
-        find_jobs()  # removes the sockets of launchers that were killed
+        if "shutdown_timeout" in given and not arguments.host:
+            raise UsageError("--shutdown-timeout: needs --host")
+        run_coroutine(partial(_end_lost_jobs if arguments.host else _collect, arguments))
     return 0
 
 
@@ -211,10 +208,11 @@ async def _end_lost_jobs(arguments: argparse.Namespace) -> None:
         await tree.aclose()
     if not arguments.dry_run:
         scanner.remove_files()
+        await list_jobs()  # removes the sockets of launchers that were killed
     verb = "would end" if arguments.dry_run else "ended"
     for job in jobs:
-        count = counted(len(job.pids), "process", "processes")
-        pids, age = ", ".join(map(str, job.pids)), _age(time.time() - job.since)
+        count, pids = counted(len(job.pids), "process", "processes"), ", ".join(map(str, job.pids))
+        age = _age(time.time() - job.since)
         line = f"{verb} {_shown(job.run_id)}: {count} (pid {pids}), begun {age} ago"
         if arguments.json:
             line = msgspec.json.encode(jsonable(msgspec.to_builtins(job))).decode()
