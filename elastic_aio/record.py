@@ -275,18 +275,14 @@ def _append(path: str, lines: bytes) -> None:
 
 def _shortened(content: bytes) -> bytes:
     """Return the first line of events and the latest; nothing if they are not valid."""
-    end = content.find(b"\n") + 1
     # At least the last line.
     start = min(len(content) - EVENTS_MAX // 2, content.rfind(b"\n", 0, -1))
     start = content.find(b"\n", start) + 1
+    lines = content.partition(b"\n")[0], content[start:].partition(b"\n")[0]
     try:
-        kept = event_from_json(content[start:].partition(b"\n")[0])
-        missed = EventsMissed(
-            time=kept.time,
-            node=kept.node,
-            count=kept.seq - event_from_json(content[:end]).seq - 1,
-            why="the record keeps the latest",
-        )
+        first, kept = map(event_from_json, lines)
     except ValueError:
         return b""
-    return content[:end] + event_to_json(missed) + b"\n" + content[start:]
+    count, why = kept.seq - first.seq - 1, "the record keeps the latest"
+    missed = EventsMissed(time=kept.time, node=kept.node, count=count, why=why)
+    return b"\n".join((lines[0], event_to_json(missed), content[start:]))
