@@ -12,25 +12,33 @@ from elastic_aio.logs.console import LineWriter, open_sink
 from elastic_aio.spec.checks import invalid_value
 from elastic_aio.text import error_reason
 
+# O_NONBLOCK: a named pipe without a reader is an error, not a wait.
+_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC
+_MODE = 0o666  # without the bits of the umask
+
 
 class EventFile:
-    """Appends events to the file of a name; must be closed.
+    """Appends events to the file of a name.
 
     If it was renamed or removed, as by logrotate, the next event makes a new one.
     """
 
-    def __init__(self, path: str, descriptor: int) -> None:
-        """Take over what `open_events` has returned, on a running event loop.
-
-        Raises:
-            OSError: no descriptor is left.
-        """
+    def __init__(self, path: str) -> None:
+        """Open the file, or raise UsageError."""
         self._path = path
         try:
-            self._status = os.fstat(descriptor)
-            self._sink = open_sink("events", descriptor)
+            self._descriptor = os.open(path, _FLAGS, _MODE)
+        except OSError as error:
+            problem = f"must be a file that can be written: {error_reason(error)}"
+            raise invalid_value("--events", problem, path) from error
+
+    def begin(self) -> None:
+        """Write on the running event loop, until `close`; OSError: no descriptor is left."""
+        try:
+            self._status = os.fstat(self._descriptor)
+            self._sink = open_sink("events", self._descriptor)
         finally:
-            os.close(descriptor)
+            os.close(self._descriptor)
         self._writer = LineWriter(self._sink)
 
     def on_event(self, event: Event) -> None:
@@ -67,17 +75,3 @@ class EventFile:
             return self._writer.lost or (None if is_written else "it takes no more")
         finally:
             self._sink.close()
-
-
-# O_NONBLOCK: a named pipe without a reader is an error, not a wait.
-_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC
-_MODE = 0o666  # without the bits of the umask
-
-
-def open_events(path: str) -> int:
-    """Return the descriptor of a file, or raise UsageError."""
-    try:
-        return os.open(path, _FLAGS, _MODE)
-    except OSError as error:
-        problem = f"must be a file that can be written: {error_reason(error)}"
-        raise invalid_value("--events", problem, path) from error

@@ -29,6 +29,7 @@ from elastic_aio.worker.errorfile import pass_on_error_file, write_error_file
 
 if TYPE_CHECKING:
     from elastic_aio.agent.agent import Agent
+    from elastic_aio.cli.event_file import EventFile
     from elastic_aio.cli.sd_notify import ServiceNotifier
     from elastic_aio.http.server import StatusServer
     from elastic_aio.recorder import RunRecorder
@@ -54,9 +55,9 @@ def main_run(request: RunRequest, *, owns_process: bool) -> int:
         make_handler = _handler_factory(request.event_log_handler)
         events = None
         if request.events_file is not None:
-            from elastic_aio.cli.event_file import open_events  # most jobs write no events
+            from elastic_aio.cli.event_file import EventFile  # most jobs write no events
 
-            events = open_events(request.events_file)
+            events = EventFile(request.events_file)
     except UsageError as error:
         return print_error("run", as_option_error(error, request.variables), 2)
     subreaper.owns_process = owns_process
@@ -107,7 +108,7 @@ def _service_notifier() -> ServiceNotifier | None:
 
 async def _run(
     request: RunRequest,
-    events: int | None,
+    events: EventFile | None,
     level: int,
     received: ReceivedSignals,
     make_handler: HandlerFactory | None,
@@ -120,16 +121,12 @@ async def _run(
         or {**os.environ, **request.spec.env}.get("OMP_NUM_THREADS")
     )
     handler = None if make_handler is None else make_handler(printer.print_line)
-    recorder = None
-    if events is not None and request.events_file is not None:
-        from elastic_aio.cli.event_file import EventFile
-
-        recorder = EventFile(request.events_file, events)
+    listeners: list[Callable[[Event], None]] = [printer.on_event]
+    if events is not None:
+        events.begin()
+        listeners.append(events.on_event)
     for warning in request.warnings:
         printer.warn(warning)
-    listeners: list[Callable[[Event], None]] = [printer.on_event]
-    if recorder is not None:
-        listeners.append(recorder.on_event)
     if handler is not None:
         listeners.append(handler)
     try:
@@ -144,7 +141,7 @@ async def _run(
         # The exit code is settled: later signals have no effect while the report is printed.
         signals = request.signals
         received.discard(signals.stop | signals.forward | request.spec.preemption.signals)
-        if recorder is not None and (why := await recorder.close(_CONSOLE_PATIENCE)) is not None:
+        if events is not None and (why := await events.close(_CONSOLE_PATIENCE)) is not None:
             printer.print(f"--events: some events are not written ({why})")
         await printer.drain(_CONSOLE_PATIENCE)
         stderr.close()
