@@ -391,7 +391,9 @@ def _make_unique(prefix: str) -> str:
 def _remove(directory: str) -> None:
     """Remove a directory as `shutil.rmtree`, whose import takes longer than that of some files."""
     with suppress(OSError):
-        for _, directories, files, opened in os.fwalk(directory, topdown=False):
+        # Of a named pipe, it would wait for a writer.
+        found = os.fwalk(directory, topdown=False) if os.path.isdir(directory) else ()
+        for _, directories, files, opened in found:
             for name in (*files, *directories):
                 for remove in (os.unlink, os.rmdir):  # a link to a directory is a link
                     with suppress(OSError):

@@ -356,6 +356,7 @@ def test_a_link_in_place_of_an_attempt_is_not_followed(tmp_path: Path) -> None:
         own = tmp_path / f"attempt_{number + 2}" / content
         own.parent.mkdir(parents=True)
         own.touch()
-    RunDirectory(str(tmp_path)).remove_attempts(3)
+    os.mkfifo(tmp_path / "attempt_4")  # which no reader waits for
+    RunDirectory(str(tmp_path)).remove_attempts(4)
     assert [path.name for path in elsewhere.rglob("file")] == ["file", "file"]
     assert not list(tmp_path.glob("attempt_[23]"))
