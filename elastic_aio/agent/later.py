@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
 
 from elastic_aio.process.guardian_process import keep_program
@@ -59,7 +60,5 @@ async def load_later_modules() -> None:
     keep_program()
     for name in [*missing_modules()]:
         await asyncio.sleep(0)  # the loop is not blocked for longer than a module takes
-        try:
+        with suppress(ImportError, OSError):  # the first use says why
             import_module(name)
-        except (ImportError, OSError):
-            continue  # the first use says why
