@@ -458,7 +458,7 @@ class AgentMachine(ABC):
         self._stop: StopReceived | None = None
         self.notice: PreemptionReceived | None = None
         self._has_notice = False  # the workers have it
-        self._may_be_leaving = self._has_progress = False
+        self._may_be_leaving = False
         self._start_failure: StartFailed | None = None
         self._failures: tuple[Failure, ...] = ()
         self._stopped_at = 0.0
@@ -501,10 +501,6 @@ class AgentMachine(ABC):
             case WorkersAgreed() if self._has_notice:
                 is_agreed = self.phase in LIVE and result.change == PREEMPTION_CHANGE
                 return self._on_notice_agreed() if is_agreed else []
-            case ProgressMade():
-                return self._on_progress()
-            case ExclusionReceived():
-                return self._on_excluded(result)
             case BackoffElapsed() if self._awaiting:
                 why, self._awaiting = self._awaiting, ""
                 return self._on_failing(why)
@@ -536,14 +532,6 @@ class AgentMachine(ABC):
         if self._awaiting and self._have_all_ended:
             return self._on_failing(self._awaiting)
         return self._stop_when_all_succeeded()
-
-    def _on_progress(self) -> list[Effect]:
-        self._has_progress = True
-        return []
-
-    @abstractmethod
-    def _on_excluded(self, excluded: ExclusionReceived) -> list[Effect]:
-        """Handle that this node is not to be used any more."""
 
     def _on_start_failed(self, failed: StartFailed) -> list[Effect]:
         self._start_failure = failed
@@ -602,7 +590,7 @@ class AgentMachine(ABC):
         self._started_at = None
         self._succeeded.clear()
         self._lost_peers, self._awaiting = 0, ""
-        self._may_be_leaving = self._has_progress = False
+        self._may_be_leaving = False
         self._start_failure = None
         self._failures = ()
         return [start]
@@ -705,6 +693,10 @@ class SingleNodeMachine(AgentMachine):
 
     def _on_other_result(self, result: EffectResult) -> list[Effect]:
         match result:
+            case ProgressMade():
+                self._budget.has_progress = True
+            case ExclusionReceived(why=why):
+                self._exclusion = why
             case DecisionMade() if self.phase is AgentPhase.DECIDING:
                 return self._apply(result.action)
             case DecisionFailed() if self.phase is AgentPhase.DECIDING:
@@ -715,12 +707,9 @@ class SingleNodeMachine(AgentMachine):
                 return self._judge()
         return []
 
-    def _on_excluded(self, excluded: ExclusionReceived) -> list[Effect]:
-        self._exclusion = excluded.why
-        return []
-
     def _start(self) -> list[Effect]:
         self._restart = None
+        self._budget.begin_attempt()
         return self._start_group(StartGroup(self.attempt, self._budget.restarts))
 
     def _on_stop_received(self, stop: StopReceived) -> list[Effect]:
@@ -764,7 +753,7 @@ class SingleNodeMachine(AgentMachine):
             return self._finish_stopped()
         if not stopped.failures:
             return self._finish_without_failure(has_survivors=stopped.has_survivors)
-        can_follow = not (stopped.has_survivors or self._is_exhausted)
+        can_follow = not (stopped.has_survivors or self._budget.is_exhausted(self._uptime))
         if not self._may_be_leaving or not can_follow:
             return self._judge(has_survivors=stopped.has_survivors)
         if self._is_ending:
@@ -788,8 +777,6 @@ class SingleNodeMachine(AgentMachine):
         if has_survivors:
             return self._give_up(CANNOT_KILL)
         self.attempt += 1
-        if self._has_progress:
-            self._budget.note_progress()
         restarting = Restarting(
             attempt=self.attempt, why=self._restart.reason, delay=0.0, restarts=self.restarts
         )
@@ -800,20 +787,16 @@ class SingleNodeMachine(AgentMachine):
             return self._give_up(self._start_failure.why_permanent)
         if self._exclusion:
             return self._give_up(f"{EXCLUDED}: {self._exclusion}")
-        if self._spec.restart.decide is None or self._is_exhausted:
+        if self._spec.restart.decide is None or self._budget.is_exhausted(self._uptime):
             return self._apply(RestartAction.DEFAULT)
         if self._is_ending:
             return self._finish_stopped()
         self.phase = AgentPhase.DECIDING
         return [CallDecide(self.attempt, root)]
 
-    @property
-    def _is_exhausted(self) -> bool:
-        return self._budget.is_exhausted(self._uptime, has_progress=self._has_progress)
-
     def _apply(self, action: RestartAction) -> list[Effect]:
-        root, now, has_progress = self._failures[0], self._stopped_at, self._has_progress
-        decision = self._budget.decide(root, action, self._uptime, now, has_progress=has_progress)
+        root, now = self._failures[0], self._stopped_at
+        decision = self._budget.decide(root, action, self._uptime, now)
         if not decision.restart:
             return self._give_up(decision.why)
         if action is RestartAction.EXCLUDE:

@@ -116,6 +116,7 @@ from elastic_aio.agent.machine import (
     LeftRendezvous,
     NotePeers,
     PreemptionReceived,
+    ProgressMade,
     Publish,
     Request,
     RestartReceived,
@@ -306,10 +307,18 @@ class MultiNodeMachine(AgentMachine):
         return [SendReport(ChangeAgreed(self.round, PREEMPTION_CHANGE))]
 
     def _on_other_result(self, result: EffectResult) -> list[Effect]:
-        if isinstance(result, WorkersAgreed) and self.phase in LIVE:
-            return [SendReport(ChangeAgreed(self.round, result.change))]
-        if not isinstance(result, BarrierTimedOut) or self.phase is not AgentPhase.BARRIER:
-            return []
+        match result:
+            case WorkersAgreed(change=change) if self.phase in LIVE:
+                return [SendReport(ChangeAgreed(self.round, change))]
+            case ProgressMade() if self._spec.restart.max_attempts_without_progress is not None:
+                return [SendReport(RoundProgressed(self.round))]  # other jobs pay for no message
+            case ExclusionReceived(why=why, seconds=seconds):
+                return [SendReport(ExclusionRequested(self.round, why, seconds))]
+            case BarrierTimedOut() if self.phase is AgentPhase.BARRIER:
+                return self._on_barrier_timed_out()
+        return []
+
+    def _on_barrier_timed_out(self) -> list[Effect]:
         self.phase = AgentPhase.IDLE
         if self.notice is not None:
             return self._end(Finish(preempted(self.notice.reason, self._restarts)))
@@ -325,17 +334,6 @@ class MultiNodeMachine(AgentMachine):
         if self.phase is not AgentPhase.STARTING:
             return super()._on_group_started(started)
         return [SendReport(RoundStarted(self.round)), *super()._on_group_started(started)]
-
-    def _on_progress(self) -> list[Effect]:
-        # Other jobs pay for no message.
-        counts = self._spec.restart.max_attempts_without_progress is not None
-        return [SendReport(RoundProgressed(self.round))] if counts else []
-
-    def _on_excluded(self, excluded: ExclusionReceived) -> list[Effect]:
-        why, seconds = excluded.why, excluded.seconds
-        if seconds is None:
-            seconds = self._spec.restart.exclude_for
-        return [SendReport(ExclusionRequested(self.round, why, seconds))]
 
     def _on_failing(self, why: str) -> list[Effect]:
         if self._has_notice:

@@ -225,7 +225,7 @@ class RestartRequested(Struct, frozen=True, gc=False):
 class ExclusionRequested(Struct, frozen=True, gc=False):
     """This node is to take part in no round after `round`, because of `why`.
 
-    `seconds`: until it may again, once no worker runs there; None: as long as its launcher runs.
+    `seconds`: until it may again, once no worker runs there; None: the time that the spec says.
     """
 
     round: int

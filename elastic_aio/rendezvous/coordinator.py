@@ -475,6 +475,7 @@ def decide_restart(state: CoordinatorState) -> None:
             current.is_excused = True
     if _may_be_leaving(state, members):
         return
+    state.budget.has_progress = state.has_progress
     failures = current.failures = _root_cause_first(state, members)
     if failures:
         event = AttemptFailed(attempt=current.attempt, root=failures[0], failures=failures)
@@ -498,9 +499,7 @@ def decide_restart(state: CoordinatorState) -> None:
             return
         current.cause = state.next_cause()
         state.wait_for_nodes()
-    elif state.settings.has_decide and not state.budget.is_exhausted(
-        _runtime(state), has_progress=state.has_progress
-    ):
+    elif state.settings.has_decide and not state.budget.is_exhausted(_runtime(state)):
         current.wait_until = state.now + DECIDE_TIMEOUT
         state.phase = CoordinatorPhase.DECIDING
         state.outbox.publish(RequestDecision(failures[0]))
@@ -576,9 +575,7 @@ def back_off(state: CoordinatorState) -> None:
 
 def _consult_policy(state: CoordinatorState, action: RestartAction) -> None:
     root = state.round.failures[0]
-    decision = state.budget.decide(
-        root, action, _runtime(state), state.now, has_progress=state.has_progress
-    )
+    decision = state.budget.decide(root, action, _runtime(state), state.now)
     if not decision.restart:
         state.fail_job(decision.why)
         return

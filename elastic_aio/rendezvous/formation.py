@@ -295,8 +295,8 @@ def form_round(state: CoordinatorState, candidates: list[MemberRecord], why: str
     is_lead_again = previous is not None and not previous.span.group_rank
     if is_lead_again and isinstance(lead.sent, StartRound) and not lead.has_acked:
         return
-    if state.has_progress:
-        state.budget.note_progress()
+    state.budget.has_progress = state.has_progress
+    state.budget.begin_attempt()
     cause = state.next_cause(why)
     placements = _placements(state, order, cause)
     first = placements[lead.member]

@@ -58,12 +58,10 @@ MemberEffect = Instruction | Event | ProbePeers
 class Member:
     """A member; `status` is the status that it should have in the store now."""
 
-    def __init__(
-        self, name: str, status: MemberStatus, *, exclude_for: float | None = None
-    ) -> None:
+    def __init__(self, name: str, status: MemberStatus, exclude_for: float | None = None) -> None:
         """Begin with a first status; `name` is unique among all members ever.
 
-        `exclude_for`: seconds for which it is excluded by a restart; None: for ever.
+        `exclude_for`: seconds for which it is excluded by default; None: for ever.
         """
         self.name = name
         self.status = status
@@ -200,7 +198,7 @@ class Member:
                 self._update(pending_restart=cause)
                 if cause.excludes == self.name and cause.root is not None:
                     why = f"restart.decide has excluded it: {cause.root.summary}"
-                    self.exclude(why, self._exclude_for)
+                    self.exclude(why)
                 return [order.body, *self._begin_exclusion()]
             case ChangePending():
                 return self._on_change(order.body)
@@ -238,13 +236,13 @@ class Member:
         """Take part no more; no worker of this node is left, or rounds may overlap."""
         self._update(is_leaving=True)
 
-    def exclude(self, why: str, seconds: float | None) -> None:
-        """Take part in no further round, because of `why`, for so many seconds or for ever.
+    def exclude(self, why: str, seconds: float | None = None) -> None:
+        """Take part in no further round, because of `why`; `seconds` replaces `exclude_for`.
 
         The first reason counts until the time is over.
         """
         if not self.status.exclusion:
-            self._excluded_for = seconds
+            self._excluded_for = self._exclude_for if seconds is None else seconds
             self._update(exclusion=sanitize(why))
 
     def extend_exclusion(self, why: str, seconds: float | None = None) -> NodeExcluded:

@@ -225,8 +225,8 @@ class StoreSession:
         if self._former.goes_on_in is not None:
             return self._former.goes_on_in == job
         status = self._member.status
-        budget, progress = self._runner.budget, status.has_progress
-        is_spent = budget.is_exhausted(status.runtime, has_progress=progress)
+        self._runner.budget.has_progress = status.has_progress
+        is_spent = self._runner.budget.is_exhausted(status.runtime)
         is_open = status.is_busy or status.pending_restart is not None
         # A failure ends no job that may be restarted, nor a job whose coordinator has not seen it.
         is_final = self._former.knows_failure and is_spent

@@ -395,6 +395,8 @@ class RestartBudget:
         self._consecutive = 0
         self._returned = 0
         self._without_progress = 0
+        self.has_progress = False
+        """Whether a worker has reported a step in the present attempt."""
 
     def __repr__(self) -> str:
         used = self.restarts - self._returned
@@ -418,29 +420,27 @@ class RestartBudget:
         """How many of them healthy attempts have returned."""
         return self._returned
 
-    def is_exhausted(self, ran: float, *, has_progress: bool = True) -> bool:
-        """Whether no restart is left after an attempt of `ran` seconds.
-
-        `max_restarts` has none, or the attempts made no progress for too long.
-        """
-        return self._is_used_up(ran) or self._lacks_progress(has_progress)
+    def is_exhausted(self, ran: float) -> bool:
+        """Whether no restart is left after an attempt of `ran` seconds."""
+        return self._is_used_up(ran) or self._lacks_progress
 
     def _is_used_up(self, ran: float) -> bool:
         used = 0 if self._is_healthy(ran) else self.restarts - self._returned
         return used >= self._max_restarts
 
-    def _lacks_progress(self, has_progress: bool) -> bool:
+    @property
+    def _lacks_progress(self) -> bool:
         limit = self._policy.max_attempts_without_progress
-        return limit is not None and not has_progress and self._without_progress + 1 >= limit
+        return limit is not None and not self.has_progress and self._without_progress + 1 >= limit
+
+    def begin_attempt(self) -> None:
+        """Note that another attempt begins, whatever has ended one with progress."""
+        if self.has_progress:
+            self._without_progress = 0
+        self.has_progress = False
 
     def decide(
-        self,
-        root: Failure,
-        action: RestartAction,
-        ran: float,
-        now: float,
-        *,
-        has_progress: bool = True,
+        self, root: Failure, action: RestartAction, ran: float, now: float
     ) -> RestartDecision:
         """Decide about a failure; `record` counts the restart when it happens.
 
@@ -461,7 +461,7 @@ class RestartBudget:
             used = "the only restart is" if count == 1 else f"all {count} restarts are"
             return RestartDecision(False, f"{used} used up (max restarts)")
         limit = policy.max_attempts_without_progress
-        if self._lacks_progress(has_progress):
+        if self._lacks_progress:
             which = "attempt has" if limit == 1 else f"{limit} attempts have"
             why = f"the last {which} made no progress (max attempts without progress)"
             return RestartDecision(False, why)
@@ -483,7 +483,7 @@ class RestartBudget:
             why = f"restart {number} (max restarts: unlimited)"
         if action in (RestartAction.RESTART, RestartAction.EXCLUDE):
             why += f", restart.decide returned {action.name}"
-        self._without_progress = 0 if has_progress else self._without_progress + 1
+        self._without_progress = 0 if self.has_progress else self._without_progress + 1
         if limit is not None and self._without_progress:
             why += f", {counted(self._without_progress, 'attempt')} of {limit} without progress"
         return RestartDecision(True, why, self._delay(ran))
@@ -492,10 +492,6 @@ class RestartBudget:
         """Whether the exit code of a failure ends the job, whatever else has happened."""
         status = failure.status
         return status.returncode is not None and status.shell_code in self._policy.never_on
-
-    def note_progress(self) -> None:
-        """Note that an attempt has made progress, however it ends."""
-        self._without_progress = 0
 
     def lose_node(self, now: float) -> RestartDecision:
         """Count a lost node at `now` (monotonic seconds); decide whether another round follows."""

@@ -919,9 +919,8 @@ def test_progress_is_reported_where_it_counts() -> None:
 
 
 def test_an_excluded_node_says_for_how_long() -> None:
-    one = machine(*RUNNING, restart=RestartPolicy(exclude_for=60.0))
     report = SendReport(ExclusionRequested(7, "bad", 60.0))
-    assert one.handle(ExclusionReceived(7, "bad")) == [report]
+    assert machine(*RUNNING).handle(ExclusionReceived(7, "bad", 60.0)) == [report]
 
 
 def test_a_repr_shows_phase_and_attempt() -> None:

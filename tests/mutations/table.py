@@ -1153,7 +1153,7 @@ MUTATIONS: Final = (
     Mutation(
         "progress-of-round-forgotten",
         "rendezvous/formation.py",
-        "state.budget.note_progress()",
+        "state.budget.begin_attempt()",
         "pass",
         "a round with progress counts, whatever ends it",
         _PROGRESS + "test_progress_of_a_node_that_was_lost_counts",

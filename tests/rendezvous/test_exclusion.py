@@ -13,10 +13,11 @@ from elastic_aio.node_events import (
     RoundForming,
 )
 from elastic_aio.rendezvous.base import UNCHECKED, ExclusionRequested, RestartPending, RoundStopped
+from elastic_aio.rendezvous.member import Member
 from elastic_aio.rendezvous.messages import StandBy
 from elastic_aio.rendezvous.state import CoordinatorPhase, RoundSettings
 from elastic_aio.spec.restart import Backoff, RestartAction
-from tests.support.coordinator_harness import CoordinatorHarness, failure
+from tests.support.coordinator_harness import CoordinatorHarness, failure, status
 from tests.support.restarts import at_once
 
 ASKED = at_once(decide=lambda failure: RestartAction.EXCLUDE)
@@ -296,6 +297,13 @@ def test_an_exclusion_for_an_earlier_round_is_dropped() -> None:
     member = harness.members["a"]
     member.report(ExclusionRequested(0, "late"))
     assert not member.status.exclusion
+
+
+def test_an_exclusion_without_a_time_lasts_as_long_as_the_spec_says() -> None:
+    member = Member("a", status("a", RoundSettings(1, 1)), exclude_for=60.0)
+    (event,) = member.report(ExclusionRequested(member.status.round, "bad"))
+    assert isinstance(event, NodeExcluded)
+    assert event.seconds == 60.0
 
 
 def test_the_events_of_a_round_without_an_exclusion_are_as_before() -> None:

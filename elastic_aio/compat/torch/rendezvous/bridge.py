@@ -186,7 +186,6 @@ class HandlerRendezvous(Rendezvous):
         self._round = -1
         self._changes = 0
         self._preempted = ""  # why: torch's handlers pass no notice on to other nodes
-        self._has_progress = False
 
     async def open(self) -> None:
         self._thread = HandlerThread()
@@ -243,7 +242,8 @@ class HandlerRendezvous(Rendezvous):
 
     async def _round_end(self) -> RoundStopped | RoundSucceeded:
         """Wait for the end of the round, which waiting nodes bring about."""
-        is_running = is_stopping = self._has_progress = False
+        is_running = is_stopping = False
+        self._budget.begin_attempt()
         while True:
             is_watching = is_running and not is_stopping
             try:
@@ -266,7 +266,7 @@ class HandlerRendezvous(Rendezvous):
                 case RoundFailing():
                     is_stopping = True
                 case RoundProgressed():
-                    self._has_progress = True
+                    self._budget.has_progress = True
                 case RoundStopped() | RoundSucceeded():
                     return report
 
@@ -289,9 +289,7 @@ class HandlerRendezvous(Rendezvous):
                     return self._failed(stopped, why_undecided(self._decide_timeout)), None
                 action = deciding.result()
             now = time.monotonic()
-            decision = self._budget.decide(
-                failures[0], action, stopped.runtime, now, has_progress=self._has_progress
-            )
+            decision = self._budget.decide(failures[0], action, stopped.runtime, now)
             if decision.restart:
                 self._budget.record(now)
                 cause = RestartCause(
