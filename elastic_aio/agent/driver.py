@@ -49,7 +49,7 @@ from elastic_aio.agent.machine import (
     ProgressMade,
     Publish,
     RestartReceived,
-    ShowNotice,
+    ShowChange,
     Start,
     StartFailed,
     StartGroup,
@@ -73,7 +73,6 @@ from elastic_aio.aio import (
 from elastic_aio.errors import HostError, SpawnError
 from elastic_aio.events import JobFinished, JobStarted, LostJobFound, SignalForwarded
 from elastic_aio.outcome import (
-    PREEMPTION_CHANGE,
     SIGTERM,
     AttemptResult,
     ExitStatus,
@@ -170,7 +169,7 @@ class Driver:
         self._abandoned: set[asyncio.Task[Any]] = set()
         self._waiting: asyncio.Task[Any] | None = None
         self._stopping: asyncio.Task[Any] | None = None
-        self._has_shown_notice = False
+        self._shows_change = False
         runtime.liveness.on_agreed = self.on_agreed
         runtime.liveness.on_progress = lambda attempt: self.receive(ProgressMade(attempt))
         runtime.liveness.on_excluded = self.on_excluded
@@ -397,20 +396,25 @@ class Driver:
                 self._waiting = self._run(effect, self._back_off(effect))
             case CancelBackOff():
                 self._cancel_waiting()
-            case ShowNotice(until):
-                self._show_notice(until)
+            case ShowChange():
+                self._show_change(effect)
             case Finish():
                 self._run(effect, self._finish(effect))
 
-    def _show_notice(self, until: float | None) -> None:
-        """Show the workers a preemption, by a file and by the signal of the spec; None: no more."""
+    def _show_change(self, change: ShowChange) -> None:
+        """Show the workers a change by a file, and a preemption by the signal of the spec too."""
+        if change.time_left is None and not self._shows_change:
+            return
         from elastic_aio.worker.membership import PREEMPTION, PendingChange, write_pending_change
 
-        self._has_shown_notice = until is not None
-        change = None if until is None else PendingChange(PREEMPTION, until, PREEMPTION_CHANGE)
+        self._shows_change, pending = change.time_left is not None, None
+        if change.time_left is not None:
+            why = PREEMPTION if change.until else change.why
+            until = change.until or wall_clock() + change.time_left
+            pending = PendingChange(why, until, change.number)
         with suppress(OSError):  # the disk is full, and takes no checkpoint either
-            write_pending_change(self._runtime.change_file, change)
-        if until is not None and (signal := self._runtime.spec.preemption.forward) is not None:
+            write_pending_change(self._runtime.change_file, pending)
+        if change.until and (signal := self._runtime.spec.preemption.forward) is not None:
             self.forward(signal, is_for_all=False)
 
     def _run(self, effect: Effect, work: Coroutine[Any, Any, Input | None]) -> asyncio.Task[Any]:
@@ -510,22 +514,20 @@ class Driver:
             return StartFailed(effect.attempt, str(error), False, 1, 0)
         if self.finds_lost_jobs:
             self.finds_lost_jobs = False
-            timer = asyncio.get_running_loop().call_later(_QUIET_S, self._find_lost_jobs)
-            self.done.add_done_callback(lambda _: timer.cancel())
+            finding = create_task(self._find_lost_jobs(), name="find lost jobs")
+            self.done.add_done_callback(lambda _: finding.cancel())
         return GroupStarted(effect.attempt, self._runtime.clock.now())
 
-    def _find_lost_jobs(self) -> None:
+    async def _find_lost_jobs(self) -> None:
+        await asyncio.sleep(_QUIET_S)  # the workers start, and need the CPUs
+        if self.is_copy:
+            return
         from elastic_aio.process.lost_jobs import find_lost_jobs
 
-        async def report() -> None:
-            for job in await find_lost_jobs():
-                found = LostJobFound(lost_run_id=job.run_id, pids=job.pids, since=job.since)
-                if not self.done.done():
-                    self._event_log.append(found)
-
-        if not self.is_copy:
-            task = create_task(report(), name="find lost jobs")
-            self.done.add_done_callback(lambda _: task.cancel())
+        for job in await find_lost_jobs():
+            found = LostJobFound(lost_run_id=job.run_id, pids=job.pids, since=job.since)
+            if not self.done.done():
+                self._event_log.append(found)
 
     async def _stop_group(self, effect: StopGroup) -> GroupStopped:
         group = self._current_group
@@ -558,8 +560,7 @@ class Driver:
 
     async def _finish(self, effect: Finish) -> None:
         outcome = effect.outcome
-        if self._has_shown_notice:
-            self._show_notice(None)
+        self._show_change(ShowChange())
         if self.group is not None:
             await self.group.close()
         if outcome.state is not JobState.FAILED:

@@ -52,7 +52,7 @@ A job of one node
     STARTING     GroupStarted                    RUNNING
     LIVE         the end of the group            STOPPING     StopGroup, see above
     LIVE         StopReceived, RestartReceived   STOPPING     StopGroup
-    LIVE         PreemptionReceived              the same     Publish, ShowNotice, BackOff
+    LIVE         PreemptionReceived              the same     Publish, ShowChange, BackOff
     ..., then    WorkerEnded, the last           STOPPING     StopGroup (leftovers)
     ..., then    WorkersAgreed, BackoffElapsed   STOPPING     StopGroup
     STOPPING     GroupStopped, after a notice    DONE         Finish
@@ -99,7 +99,6 @@ from elastic_aio.spec.stop import StopPlan
 
 if TYPE_CHECKING:  # a job of one node pays for no rendezvous
     from elastic_aio.rendezvous.base import (
-        ChangePending,
         Instruction,
         PeersFinished,
         Placement,
@@ -346,15 +345,15 @@ class Publish(Struct, frozen=True):
 
 
 class ShowChange(Struct, frozen=True):
-    """Show the workers that their round is about to be replaced, or that it is not."""
+    """Show the workers that they will be stopped in `time_left` seconds, because of `why`.
 
-    change: ChangePending
+    `time_left` None: no more.  `until` (else 0): by a preemption, in Unix seconds.
+    """
 
-
-class ShowNotice(Struct, frozen=True):
-    """Show the workers that the job is about to be preempted `until` then, in Unix seconds."""
-
-    until: float
+    why: str = ""
+    time_left: float | None = None
+    number: int = 0
+    until: float = 0.0
 
 
 class NotePeers(Struct, frozen=True):
@@ -410,7 +409,6 @@ Effect = (
     | CancelBackOff
     | Publish
     | ShowChange
-    | ShowNotice
     | NotePeers
     | Finish
     | Join
@@ -568,7 +566,8 @@ class AgentMachine(ABC):
         """Show the notice, if there is one, once all workers have been started."""
         if self.notice is None or self.phase is not AgentPhase.RUNNING:
             return []
-        return [ShowNotice(self.notice.until)]
+        notice = self.notice
+        return [ShowChange(notice.reason, notice.time_left, PREEMPTION_CHANGE, notice.until)]
 
     def _on_notice_agreed(self) -> list[Effect]:
         """Handle that all workers which run wait for nothing more."""
@@ -626,6 +625,14 @@ class AgentMachine(ABC):
     def _uptime(self) -> float:
         """Seconds that the whole group ran; 0 if it was never complete."""
         return 0.0 if self._started_at is None else self._stopped_at - self._started_at
+
+    def _stopped_outcome(self, restarts: int) -> JobOutcome:
+        """Return the outcome of a job that a notice or a stop has ended."""
+        if self.notice is not None:
+            return preempted(self.notice.reason, restarts)
+        if self._stop is None:
+            raise self._impossible("a stop that was not requested")
+        return JobOutcome(JobState.STOPPED, *why_stopped(self._stop), restarts)
 
     def _exit_code_of_failure(self) -> int:
         if self._start_failure is not None:
@@ -824,12 +831,8 @@ class SingleNodeMachine(AgentMachine):
         return self._finish(JobState.FAILED, why, self._exit_code_of_failure())
 
     def _finish_stopped(self) -> list[Effect]:
-        if self.notice is not None:
-            outcome = preempted(self.notice.reason)
-            return self._finish(outcome.state, outcome.why, outcome.exit_code)
-        if self._stop is None:
-            raise self._impossible("a stop that was not requested")
-        return self._finish(JobState.STOPPED, *why_stopped(self._stop))
+        self.phase = AgentPhase.DONE
+        return [Finish(self._stopped_outcome(self.restarts))]
 
     def _finish(
         self, state: JobState, why: str, exit_code: int, error: BaseException | None = None

@@ -75,7 +75,7 @@ Rules
     IDLE       StopReceived, EndJob, JoinFailed  LEAVING   Leave
     LEAVING    LeftRendezvous, now or before     DONE      Publish, Finish
     LIVE       PreemptionReceived (SendReport),
-               ChangePending: a preemption       the same  Publish, ShowNotice, BackOff
+               ChangePending: a preemption       the same  Publish, ShowChange, BackOff
     STOPPING   ...                               STOPPING  Publish
     STOPPING   GroupStopped, after a notice      BARRIER   SendReport, StartBarrier
     BARRIER,
@@ -130,7 +130,7 @@ from elastic_aio.agent.machine import (
     why_stopped,
 )
 from elastic_aio.events import AttemptFailed, Event, Restarting
-from elastic_aio.outcome import PREEMPTION_CHANGE, SIGKILL, Failure, JobOutcome, JobState, preempted
+from elastic_aio.outcome import PREEMPTION_CHANGE, SIGKILL, Failure, JobOutcome, JobState
 from elastic_aio.rendezvous.base import (
     CUT_OFF_GRACE,
     ChangeAgreed,
@@ -232,16 +232,16 @@ class MultiNodeMachine(AgentMachine):
                 return [*self._publish_root(cause), *self._publish_restart(restarting_event(cause))]
             case ChangePending(_, why, left, until=until) if until:
                 return self._take_notice(PreemptionReceived(why, until, left or 0.0))
-            case ChangePending(round):
+            case ChangePending(round, why, left, number):
                 event = Publish(pending_event(instruction, self.attempt))
                 is_current = self.phase in LIVE and round == self.round and self.notice is None
-                return [event, ShowChange(instruction)] if is_current else [event]
+                return [event, ShowChange(why, left, number)] if is_current else [event]
             case PeersFinished(round):
                 self._peers = instruction
                 is_current = self.phase in LIVE and round == self.round
                 return [NotePeers(instruction)] if is_current else []
             case EndJob(outcome) if self.notice is not None and outcome.is_rendezvous:
-                return self._end(Finish(preempted(self.notice.reason, self._restarts)))
+                return self._end(self._stopped())
             case EndJob(outcome):
                 return self._end(Finish(outcome))
 
@@ -271,7 +271,7 @@ class MultiNodeMachine(AgentMachine):
             return []  # GroupStopped will show whether the round is a success
         has_workers = self.phase is AgentPhase.STOPPING or self.phase in LIVE
         is_draining = has_workers and not self._spec.rendezvous.overlap
-        finish = self._stopped(stop)
+        finish = self._stopped()
         draining = [SendReport(NodeDraining(finish.outcome.why))] if is_draining else []
         return [*self._end(finish), *draining]
 
@@ -280,7 +280,7 @@ class MultiNodeMachine(AgentMachine):
             return []
         if self.round < 0 and self._next is None:
             self.notice = notice
-            return self._end(Finish(preempted(notice.reason)))
+            return self._end(self._stopped())
         change = ChangePending(
             self.round, notice.reason, notice.time_left, PREEMPTION_CHANGE, notice.until
         )
@@ -321,7 +321,7 @@ class MultiNodeMachine(AgentMachine):
     def _on_barrier_timed_out(self) -> list[Effect]:
         self.phase = AgentPhase.IDLE
         if self.notice is not None:
-            return self._end(Finish(preempted(self.notice.reason, self._restarts)))
+            return self._end(self._stopped())
         timeout = self._spec.rendezvous.exit_barrier_timeout
         others = "what has become of the others is not known"
         if timeout is not None:
@@ -366,7 +366,7 @@ class MultiNodeMachine(AgentMachine):
             return [SendReport(succeeded), *self._after_success()]
         reports = self._report_stopped(stopped)
         if self._stop is not None:
-            return [*reports, *self._end(self._stopped(self._stop))]
+            return [*reports, *self._end(self._stopped())]
         return [*reports, *self._continue()]
 
     def _after_success(self) -> list[Effect]:
@@ -381,9 +381,8 @@ class MultiNodeMachine(AgentMachine):
 
     def _leave_after_success(self, stop: StopReceived) -> list[Effect]:
         why = why_stopped(stop)[0]
-        finish = self._success(f"{_SUCCESS}; the others are not waited for: {why}")
-        if self.notice is not None:
-            finish = self._stopped(stop)
+        success = self._success(f"{_SUCCESS}; the others are not waited for: {why}")
+        finish = success if self.notice is None else self._stopped()
         return [SendReport(NodeDraining(why)), *self._end(finish, stays=True)]
 
     def _report_stopped(self, end: GroupStopped) -> list[Effect]:
@@ -479,10 +478,8 @@ class MultiNodeMachine(AgentMachine):
     def _success(self, why: str) -> Finish:
         return Finish(JobOutcome(JobState.SUCCEEDED, why, 0, self._restarts))
 
-    def _stopped(self, stop: StopReceived) -> Finish:
-        if self.notice is not None:
-            return Finish(preempted(self.notice.reason, self._restarts))
-        return Finish(JobOutcome(JobState.STOPPED, *why_stopped(stop), self._restarts))
+    def _stopped(self) -> Finish:
+        return Finish(self._stopped_outcome(self._restarts))
 
     # ---------------------------------------------------------------- events
 

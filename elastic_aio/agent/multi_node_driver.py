@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -54,7 +53,6 @@ from elastic_aio.rendezvous.base import (
 )
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.restart import RestartAction, why_undecided
-from elastic_aio.worker.membership import PendingChange, write_pending_change
 
 RendezvousFactory: TypeAlias = Callable[[LaunchSpec, NodeInfo, str, AgentPort], Rendezvous]
 """Makes a node's part in a rendezvous, from the job, the node, the run id and the agent."""
@@ -82,10 +80,10 @@ class MultiNodeDriver(Driver):
         self._joining: asyncio.Task[Any] | None = None
         self._leaving: asyncio.Task[Any] | None = None
         self._staying: asyncio.Task[None] | None = None
-        self._checking: asyncio.Task[str] | None = None
-        self._is_over = False  # for this node, which is stopped, or for all
+        self._over: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        """The end of the job, for this node, which is stopped, or for all."""
         self._stop_ends_at = 0.0  # end of the grace of this node's stop, by the runtime's clock
-        self._is_member = self._shows_change = False
+        self._is_member = False
         self._decide_error: BaseException | None = None
 
     # ------------------------------------------------ calls of the rendezvous
@@ -126,11 +124,11 @@ class MultiNodeDriver(Driver):
     async def check_health(self) -> str:
         """Return why this host is not fit for workers; empty if it is, or if the job is over."""
         command = self._runtime.spec.rendezvous.health_check
-        if command is None or self._is_over:
+        if command is None or self._over.done():
             return ""
-        task = self._checking = create_task(self._run_check(command), name="health check")
+        task = create_task(self._run_check(command), name="health check")
         try:
-            await asyncio.wait([task])
+            await asyncio.wait([task, self._over], return_when=asyncio.FIRST_COMPLETED)
         finally:
             await cancel_and_wait([task])
         return "" if task.cancelled() else task.result()
@@ -154,10 +152,8 @@ class MultiNodeDriver(Driver):
             now = self._runtime.clock.now()
             self._stop_ends_at = self._stop_ends_at or now + plan.grace
         match received:
-            case StopReceived() | InstructionReceived(EndJob()):
-                self._is_over = True
-                if self._checking is not None:
-                    self._checking.cancel()
+            case StopReceived() | InstructionReceived(EndJob()) if not self._over.done():
+                self._over.set_result(None)
         super().receive(received)
 
     def kill(self, reason: str = "", stop: StopReceived | None = None) -> None:
@@ -182,25 +178,12 @@ class MultiNodeDriver(Driver):
                 self._waiting = self._run(effect, self._wait_at_barrier(effect))
             case Leave():
                 self._leaving = self._run(effect, self._leave(effect))
-            case ShowChange(change):
-                self._show_change(change.why, change.time_left, change.number)
             case NotePeers(peers):
                 self._runtime.liveness.on_peers_finished(peers.workers, peers.ago)
-            case StopGroup():
-                self._show_change("", None)
-                super()._perform(effect)
             case _:
+                if isinstance(effect, StopGroup) and self._machine.notice is None:
+                    self._show_change(ShowChange())
                 super()._perform(effect)
-
-    def _show_change(self, why: str, time_left: float | None, number: int = 0) -> None:
-        if time_left is None and not self._shows_change:
-            return
-        self._shows_change = time_left is not None
-        change = None
-        if time_left is not None:
-            change = PendingChange(why, time.time() + time_left, number)
-        with contextlib.suppress(OSError):  # the disk is full, and takes no checkpoint either
-            write_pending_change(self._runtime.change_file, change)
 
     async def _stop_group(self, effect: StopGroup) -> GroupStopped:
         stopped = await super()._stop_group(effect)

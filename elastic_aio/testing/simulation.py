@@ -20,7 +20,14 @@ from msgspec.structs import replace
 from elastic_aio.agent.driver import Group
 from elastic_aio.agent.event_log import EventLog
 from elastic_aio.agent.failures import WorkerRecord
-from elastic_aio.agent.machine import Effect, SendReport, StartGroup, StopReceived, WorkerEnded
+from elastic_aio.agent.machine import (
+    Effect,
+    SendReport,
+    ShowChange,
+    StartGroup,
+    StopReceived,
+    WorkerEnded,
+)
 from elastic_aio.agent.multi_node_driver import MultiNodeDriver
 from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.agent.worker_store import MasterPorts, ReservedPort
@@ -28,7 +35,7 @@ from elastic_aio.aio import create_task
 from elastic_aio.errors import SpecError
 from elastic_aio.events import Event
 from elastic_aio.node_events import NodeExcluded, NodeStandby, RoundFormed
-from elastic_aio.outcome import PREEMPTION_CHANGE, AttemptResult, ExitStatus, Failure, JobOutcome
+from elastic_aio.outcome import AttemptResult, ExitStatus, Failure, JobOutcome
 from elastic_aio.process.children import Child, ChildSpec
 from elastic_aio.process.tree import Survivor
 from elastic_aio.rendezvous.base import (
@@ -130,14 +137,10 @@ class SimDriver(MultiNodeDriver):
         self.node.is_checked = self.node.is_healthy
         return "" if self.node.is_healthy else "its health check has failed"
 
-    def _show_change(self, why: str, time_left: float | None, number: int = 0) -> None:
-        self.node.change = -1 if time_left is None else number
-
-    def _show_notice(self, until: float | None) -> None:
-        self._has_shown_notice = until is not None
-        if until is not None:
-            self.checker.on_notice(self.node, until)
-            self.node.change = PREEMPTION_CHANGE
+    def _show_change(self, change: ShowChange) -> None:
+        self.node.change = -1 if change.time_left is None else change.number
+        if change.until:
+            self.checker.on_notice(self.node, change.until)
 
     def _on_published(self, event: Event) -> None:
         if not self.node.is_over:

@@ -36,7 +36,6 @@ from elastic_aio.agent.machine import (
     RestartReceived,
     SendReport,
     ShowChange,
-    ShowNotice,
     Start,
     StartBarrier,
     StartFailed,
@@ -197,11 +196,12 @@ FINISHED = "all workers have finished"
 FAILED_ELSEWHERE = "a worker on b has failed"
 NOTICE = PreemptionReceived("USR1", 99.0, 9.0)
 NOTICED = Publish(PreemptionNotice(attempt=7, why="USR1", time_left=9.0))
+SHOWN = ShowChange("USR1", 9.0, PREEMPTION_CHANGE, 99.0)
 NOTICE_REPORT = SendReport(
     PreemptionNoticed(ChangePending(7, "USR1", 9.0, PREEMPTION_CHANGE, 99.0))
 )
 NOTICE_THERE = InstructionReceived(ChangePending(7, "USR1", 9.0, PREEMPTION_CHANGE, 99.0))
-WARNING: list[Effect] = [NOTICED, ShowNotice(99.0), BackOff(7, 9.0)]
+WARNING: list[Effect] = [NOTICED, SHOWN, BackOff(7, 9.0)]
 WARNED: list[Input] = [*RUNNING, NOTICE]
 LAST: list[Input] = [*WARNED, ended(1, BAD), ended(0), group_stopped(failure(2))]
 LAST_BARRIER = StartBarrier(7, 9.0 + PLAN.grace + PLAN.reap_timeout + 30.0)
@@ -323,10 +323,16 @@ ROWS: dict[str, Row] = {
         P.STARTING,
     ),
     "starting: change pending": case(
-        STARTING, InstructionReceived(COMING), [pending(), ShowChange(COMING)], P.STARTING
+        STARTING,
+        InstructionReceived(COMING),
+        [pending(), ShowChange(COMING.why, COMING.time_left, COMING.number)],
+        P.STARTING,
     ),
     "running: change pending": case(
-        RUNNING, InstructionReceived(COMING), [pending(), ShowChange(COMING)], P.RUNNING
+        RUNNING,
+        InstructionReceived(COMING),
+        [pending(), ShowChange(COMING.why, COMING.time_left, COMING.number)],
+        P.RUNNING,
     ),
     "starting: workers of other nodes have finished": case(
         STARTING, InstructionReceived(FINISHED_THERE), [NotePeers(FINISHED_THERE)], P.STARTING
@@ -376,7 +382,7 @@ ROWS: dict[str, Row] = {
         STARTING, NOTICE, [NOTICE_REPORT, NOTICED, BackOff(7, 9.0)], P.STARTING
     ),
     "starting: a notice, and all have started": case(
-        [*STARTING, NOTICE], STARTED, [SendReport(RoundStarted(7)), ShowNotice(99.0)], P.RUNNING
+        [*STARTING, NOTICE], STARTED, [SendReport(RoundStarted(7)), SHOWN], P.RUNNING
     ),
     "running after a notice: another one": case(WARNED, NOTICE, [], P.RUNNING),
     "running after a notice: of another node": case(WARNED, NOTICE_THERE, [], P.RUNNING),

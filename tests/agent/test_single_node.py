@@ -28,7 +28,7 @@ from elastic_aio.agent.machine import (
     ProgressMade,
     Publish,
     RestartReceived,
-    ShowNotice,
+    ShowChange,
     SingleNodeMachine,
     Start,
     StartFailed,
@@ -142,6 +142,7 @@ PUBLISHED = published_failure(failure())
 LEFTOVERS = stop_group(FINISHED, leftovers=True)
 NOTICE = PreemptionReceived("USR1", 99.0, 9.0)
 NOTICED = Publish(PreemptionNotice(attempt=0, why="USR1", time_left=9.0))
+SHOWN = ShowChange("USR1", 9.0, PREEMPTION_CHANGE, 99.0)
 WARNED: list[Input] = [*RUNNING, NOTICE]
 WARNED_LEFTOVERS = stop_group("the job is preempted", leftovers=True)
 PREEMPTED = finish_as(JobState.PREEMPTED, "USR1", 85, 0)
@@ -362,7 +363,7 @@ ROWS: dict[str, Row] = {
     ),
     "starting: a notice": case(STARTING, NOTICE, [NOTICED, BackOff(0, 9.0)], P.STARTING),
     "starting: a notice, and all have started": case(
-        [*STARTING, NOTICE], STARTED, [ShowNotice(99.0)], P.RUNNING
+        [*STARTING, NOTICE], STARTED, [SHOWN], P.RUNNING
     ),
     "starting: a notice, and the start fails": case(
         [*STARTING, NOTICE],
@@ -370,13 +371,11 @@ ROWS: dict[str, Row] = {
         [CancelBackOff(), stop_group("cannot run x: no")],
         P.STOPPING,
     ),
-    "running: a notice": case(
-        RUNNING, NOTICE, [NOTICED, ShowNotice(99.0), BackOff(0, 9.0)], P.RUNNING
-    ),
+    "running: a notice": case(RUNNING, NOTICE, [NOTICED, SHOWN, BackOff(0, 9.0)], P.RUNNING),
     "running: a notice while the cause of a lost peer is awaited": case(
         [*RUNNING, lost_peer(0)],
         NOTICE,
-        [CancelBackOff(), NOTICED, ShowNotice(99.0), BackOff(0, 9.0)],
+        [CancelBackOff(), NOTICED, SHOWN, BackOff(0, 9.0)],
         P.RUNNING,
     ),
     "running after a notice: another one": case(WARNED, NOTICE, [], P.RUNNING),
