@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from contextlib import closing
+from io import FileIO
 
 from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.aio import run_shielded
@@ -21,21 +22,18 @@ class _Output:
     """The end of what a command writes; must be closed."""
 
     def __init__(self) -> None:
-        self._reader, self.writer = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(self._reader, False)
+        reader, writer = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(reader, False)
+        self._reader, self.writer = FileIO(reader), FileIO(writer, "w")
         self._tail = b""
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._reader, self._read)
+        asyncio.get_running_loop().add_reader(reader, self._read)
 
     def _read(self) -> bool:
         """Read once; return whether there was something."""
-        try:
-            data = os.read(self._reader, 1 << 16)
-        except BlockingIOError:
-            return False
-        if not data:
-            self._loop.remove_reader(self._reader)
-        self._tail = (self._tail + data)[-_TAIL:]
+        data = self._reader.read(1 << 16)
+        if data == b"":  # the end; None: there is nothing yet
+            asyncio.get_running_loop().remove_reader(self._reader)
+        self._tail = (self._tail + (data or b""))[-_TAIL:]
         return bool(data)
 
     def last_line(self) -> str:
@@ -43,18 +41,13 @@ class _Output:
         for _ in range(_TAIL):  # a pipe holds less
             if not self._read():
                 break
-        lines = [one_line(line) for line in self._tail.decode("utf-8", "replace").splitlines()]
-        return one_line(next(filter(None, reversed(lines)), ""), _LINE_MAX)
-
-    def close_writer(self) -> None:
-        if self.writer >= 0:
-            os.close(self.writer)
-            self.writer = -1
+        lines = reversed(self._tail.decode("utf-8", "replace").splitlines())
+        return next(filter(None, (one_line(line, _LINE_MAX) for line in lines)), "")
 
     def close(self) -> None:
-        self.close_writer()
-        self._loop.remove_reader(self._reader)
-        os.close(self._reader)
+        self.writer.close()
+        asyncio.get_running_loop().remove_reader(self._reader)
+        self._reader.close()
 
 
 async def check_health(runtime: LocalRuntime, command: str, timeout: float) -> str:
@@ -68,8 +61,9 @@ async def check_health(runtime: LocalRuntime, command: str, timeout: float) -> s
     try:
         with closing(_Output()) as output:
             try:
-                child = await run_shielded(lambda: runtime.start_command(command, output.writer))
-                output.close_writer()
+                writer = output.writer.fileno()
+                child = await run_shielded(lambda: runtime.start_command(command, writer))
+                output.writer.close()
                 has_ended = await runtime.clock.wait_for(child.exited, seconds=timeout)
             finally:
                 await run_shielded(lambda: runtime.tree.stop(_AT_ONCE, lambda *_: None))
