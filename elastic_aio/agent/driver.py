@@ -170,9 +170,9 @@ class Driver:
         self._waiting: asyncio.Task[Any] | None = None
         self._stopping: asyncio.Task[Any] | None = None
         self._shows_change = False
-        runtime.liveness.on_agreed = self.on_agreed
+        runtime.liveness.on_agreed = lambda *agreed: self.receive(WorkersAgreed(*agreed))
         runtime.liveness.on_progress = lambda attempt: self.receive(ProgressMade(attempt))
-        runtime.liveness.on_excluded = self.on_excluded
+        runtime.liveness.on_excluded = lambda *excluded: self.receive(ExclusionReceived(*excluded))
 
     def __repr__(self) -> str:
         return f"<Driver of run {self._runtime.run_id}: {self._machine!r}>"
@@ -363,14 +363,6 @@ class Driver:
 
     def _on_hung(self, local_rank: int, why: str) -> None:
         self.receive(WorkerHung(self._current_group.attempt, local_rank, why))
-
-    def on_agreed(self, attempt: int, change: int) -> None:
-        """Note that all workers of an attempt agree to a pending change."""
-        self.receive(WorkersAgreed(attempt, change))
-
-    def on_excluded(self, attempt: int, why: str, seconds: float | None = None) -> None:
-        """Note that this node is to take part in no further round (see `ExclusionReceived`)."""
-        self.receive(ExclusionReceived(attempt, why, seconds))
 
     async def dump(self, reason: str) -> StackDump:
         return await self._runtime.liveness.dump(reason)

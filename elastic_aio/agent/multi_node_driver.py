@@ -19,6 +19,7 @@ from elastic_aio.agent.event_log import EventLog
 from elastic_aio.agent.machine import (
     BarrierTimedOut,
     Effect,
+    ExclusionReceived,
     Finish,
     GroupStopped,
     Input,
@@ -190,7 +191,7 @@ class MultiNodeDriver(Driver):
         # While the others stop: the next round knows whether this node is fit.
         is_last = not self._runtime.spec.max_restarts or self._machine.notice is not None
         if stopped.failures and not is_last and (why := await self.check_health()):
-            self.on_excluded(effect.attempt, why, RECHECK.initial)
+            self.receive(ExclusionReceived(effect.attempt, why, RECHECK.initial))
         return stopped
 
     async def _join(self) -> Input | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from elastic_aio.agent.machine import ProgressMade
+from elastic_aio.agent.machine import ExclusionReceived, Input, ProgressMade, WorkersAgreed
 from elastic_aio.agent.multi_node_driver import MultiNodeDriver
 from elastic_aio.errors import SpecError
 from elastic_aio.outcome import JobOutcome
@@ -131,21 +131,24 @@ class SimNode:
 
     def exclude(self) -> None:
         """Let a worker exclude this node."""
-        if self.running is not None and self.driver is not None:
+        if self.running is not None:
             self.add_fault("is excluded by a worker")
             self.may_be_excluded = True
-            attempt = self.running.attempt
-            self.process.inject(self.driver.on_excluded, attempt, "a worker has excluded it")
+            self._receive(ExclusionReceived(self.running.attempt, "a worker has excluded it"))
 
     def report_progress(self) -> None:
         """Let a worker report a step."""
-        if self.running is not None and self.driver is not None:
-            self.process.inject(self.driver.receive, ProgressMade(self.running.attempt))
+        if self.running is not None:
+            self._receive(ProgressMade(self.running.attempt))
 
     def agree_to_change(self) -> None:
         """Let all workers agree to the change that is announced to them, if there is a change."""
-        if self.change >= 0 and self.running is not None and self.driver is not None:
-            self.process.inject(self.driver.on_agreed, self.running.attempt, self.change)
+        if self.change >= 0 and self.running is not None:
+            self._receive(WorkersAgreed(self.running.attempt, self.change))
+
+    def _receive(self, received: Input) -> None:
+        assert self.driver is not None, "its workers run"
+        self.process.inject(self.driver.receive, received)
 
     def end_workers(self, exit_code: int) -> None:
         """Let one worker fail with `exit_code`, or all succeed with 0."""

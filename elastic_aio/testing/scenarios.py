@@ -12,7 +12,6 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from random import Random
 from typing import Any, Final
 
@@ -106,7 +105,11 @@ class CalmRules:
 
     @property
     def _restarts(self) -> int:
-        return max(node.running.restarts for node in self._nodes if node.running is not None)
+        return max((one.running.restarts for one in self._nodes if one.running), default=0)
+
+    @property
+    def _ranks(self) -> dict[SimNode, int]:
+        return {node: node.running.span.group_rank for node in self._nodes if node.running}
 
     @property
     def _has_restart(self) -> bool:
@@ -198,8 +201,8 @@ class CalmRules:
                 break
             sim.add_node(f"spare{number}")
             sim.run_until(self._is_together, self._limit_s)
-        ranks = {node: node.running.span.group_rank for node in self._nodes if node.running}
-        excluded = self._random.choice([*ranks])
+        former = self._ranks
+        excluded = self._random.choice([*former])
         rounds, restarts = self._rounds, self._restarts
         excluded.report_progress()
         excluded.exclude()
@@ -207,13 +210,11 @@ class CalmRules:
         if self._rounds != rounds:
             sim.fail("an exclusion alone has caused a round")
         sim.fail_worker(excluded, self._exit_code)
-        sim.run_until(lambda: len(self._nodes) == len(ranks) and self._rounds > rounds, 60.0)
-        kept = {node: one.span.group_rank for node in self._nodes if (one := node.running)}
-        for node, rank in ranks.items():
-            if node is not excluded and kept.get(node) != rank:
-                sim.fail(f"{node.name} had rank {rank}, and another node was excluded")
-        if excluded in kept:
-            sim.fail(f"{excluded.name} is excluded, and has rank {kept[excluded]}")
+        sim.run_until(lambda: len(self._nodes) == len(former) and self._rounds > rounds, 60.0)
+        kept = {node: rank for node, rank in self._ranks.items() if node in former}
+        del former[excluded]
+        if kept != former:
+            sim.fail(f"{excluded.name} was excluded, and the ranks are {kept} after {former}")
         sim.run_until(self._is_together, self._limit_s)
         if (self._rounds, self._restarts) != (rounds + 1, restarts + 1):
             sim.fail(f"an exclusion: {self._rounds - rounds} rounds, {self._restarts} restarts")
@@ -222,15 +223,14 @@ class CalmRules:
         """The job ends after exactly so many failed attempts in a row without progress."""
         sim, limit = self._sim, self._sim.spec.restart.max_attempts_without_progress or 0
         for number in range(limit + 1):
-            attempt = max(node.running.attempt for node in self._nodes if node.running)
-            sim.fail_worker(self._random.choice(self._nodes), self._exit_code)
-            sim.run_until(partial(self._is_over_or_after, attempt), self._limit_s)
+            self._fail_attempt()
             if sim.is_over is not (number == limit):
                 sim.fail(f"the job goes on or ends after {number} attempts without progress")
 
-    def _is_over_or_after(self, attempt: int) -> bool:
-        running = [node.running.attempt for node in self._nodes if node.running]
-        return self._sim.is_over or max(running, default=attempt) > attempt
+    def _fail_attempt(self) -> None:
+        sim, restarts = self._sim, self._restarts
+        sim.fail_worker(self._random.choice(self._nodes), self._exit_code)
+        sim.run_until(lambda: sim.is_over or self._restarts > restarts, self._limit_s)
 
 
 def run_random_scenario(
@@ -262,9 +262,6 @@ def run_random_scenario(
 class Scenario:
     """One random scenario: faults, recovery, and the end."""
 
-    _has_fitness = False
-    """Whether workers exclude nodes, health checks fail, and progress is reported or not."""
-
     def __init__(
         self,
         seed: int,
@@ -293,6 +290,7 @@ class Scenario:
         # The exit barrier, and then the search for a store or the join timeout.
         self._settle_s = 600.0 if spec is None else 3600.0
         self._fitness_random = Random(f"fitness in scenario {seed}")
+        self._has_fitness = spec is None and self._fitness_random.random() < 0.4
         self.sim = Simulation(
             spec or self._spec(count),
             seed=seed,
@@ -310,11 +308,10 @@ class Scenario:
         for name in names:
             self._add(name, random.random() * random.choice([0.0, 0.3, 3.0]))
         self._end_random = Random(f"end of scenario {seed}")
-        self._has_rule = spec is None and self._rules_random.random() < 0.7
         self._notice_random = Random(f"preemption of scenario {seed}")
         self._is_preempted = self._notice_random.random() < 0.2
         self._is_early = self._is_preempted and self._notice_random.random() < 0.4
-        self._has_rule = self._has_rule and not self._is_early
+        self._has_rule = not self._is_early and spec is None and self._rules_random.random() < 0.7
         self.has_next_job = not self._is_static and self._end_random.random() < 0.4
 
     def _spec(self, count: int) -> LaunchSpec:
@@ -342,31 +339,28 @@ class Scenario:
             scale_up_delay=self._rules_random.choice([None, 2.0]),
             scale_up_limit=5.0,
         )
-        self._has_fitness = self._fitness_random.random() < 0.4
-        if self._has_fitness:
-            policy, rendezvous = self._with_fitness(policy, rendezvous, maximum, max_restarts)
-        return LaunchSpec(
+        spec = LaunchSpec(
             "train.py",
             nnodes=(minimum, maximum),
             max_restarts=max_restarts,
             restart=policy,
             rendezvous=rendezvous,
         )
+        return self._with_fitness(spec) if self._has_fitness else spec
 
-    def _with_fitness(
-        self, policy: RestartPolicy, rendezvous: RendezvousSpec, maximum: int, max_restarts: int
-    ) -> tuple[RestartPolicy, RendezvousSpec]:
+    def _with_fitness(self, spec: LaunchSpec) -> LaunchSpec:
         """Let the job exclude nodes, check their health, and need progress."""
-        random = self._fitness_random
-        limit = random.choice([limit for limit in (None, 1, 2) if (limit or 0) <= max_restarts])
+        random, policy = self._fitness_random, spec.restart
+        limits = [one for one in (None, 1, 2) if (one or 0) <= spec.max_restarts]
+        policy = policy.replace(
+            max_attempts_without_progress=random.choice(limits),
+            exclude_for=random.choice([1.0, 4.0]),
+        )
         if policy.decide is not None:
             actions = [RestartAction.DEFAULT, RestartAction.EXCLUDE]
             policy = policy.replace(decide=lambda failure: random.choice(actions))
-        policy = policy.replace(
-            exclude_for=random.choice([1.0, 4.0]), max_attempts_without_progress=limit
-        )
-        check = random.choice([None, "check"]) if maximum > 1 else None
-        return policy, rendezvous.replace(health_check=check)
+        check = random.choice([None, "check"]) if spec.nnodes.maximum > 1 else None
+        return spec.replace(restart=policy, rendezvous=spec.rendezvous.replace(health_check=check))
 
     def _endpoints(self) -> Sequence[str]:
         names = self._names
@@ -387,7 +381,7 @@ class Scenario:
         """Run to the end, after so many waves of faults."""
         with self.sim:
             if self._is_early:
-                self.sim.time.at(4 * self._notice_random.random(), self._preempt_amid_faults)
+                self.sim.time.at(4 * self._notice_random.random(), self._preempt_any)
             for _ in range(waves):
                 self.inject_faults()
             self.recover()
@@ -409,8 +403,6 @@ class Scenario:
         for _ in range(random.randint(1, 12)):
             sim.run(random.choice([0.001, 0.01, 0.1, 1.0, 2.5]) * random.random() * 2)
             self._fault()
-            if self._has_fitness and self._fitness_random.random() < 0.5:
-                self._act_on_fitness()
 
     def recover(self) -> None:
         """End all faults, and wait until the remaining nodes are together."""
@@ -453,9 +445,9 @@ class Scenario:
         random, sim = self._notice_random, self.sim
         members, noticed = sim.live_nodes, self._preempt_any()
         for _ in range(random.randint(0, 4)):
-            act = random.choice([sim.kill, *[self._end_any] * 3, SimNode.agree_to_change])
-            seconds = random.random() * random.choice([0.02, 0.2, 4.0])
-            sim.time.at(sim.now + seconds, self._act_on_any, act)
+            ends = [self._fail_worker, self._fail_worker, self._succeed]
+            act = self._of_node(random.choice([sim.kill, *ends, SimNode.agree_to_change]))
+            sim.time.at(sim.now + random.random() * random.choice([0.02, 0.2, 4.0]), act)
         if random.random() < 0.3:
             sim.time.at(sim.now + random.random(), self._add_or_restart, random.choice(self._names))
         if noticed is not None:
@@ -469,16 +461,6 @@ class Scenario:
                 continue  # it was killed, or has ended without notice
             if outcome.state is not JobState.PREEMPTED or outcome.exit_code != PREEMPTED_CODE:
                 sim.fail(f"{node.name} was preempted, and ended as {outcome}")
-
-    def _preempt_amid_faults(self) -> None:
-        self._preempt_any()
-
-    def _act_on_any(self, act: Callable[[SimNode], None]) -> None:
-        if nodes := self.sim.live_nodes:
-            act(self._notice_random.choice(nodes))
-
-    def _end_any(self, node: SimNode) -> None:
-        node.end_workers(self._notice_random.choice([0, *self._exit_codes]))
 
     def _preempt_any(self) -> SimNode | None:
         """Give notice to a random node, and maybe to another one; return the first."""
@@ -566,19 +548,13 @@ class Scenario:
             lambda: sim.slow_down(random.choice(self._hosts), random.choice([0.05, 0.5])),
             self._of_node(lambda node: sim.step_clock(node, random.choice([-3600.0, 0.5, 9.0]))),
         ]
+        if self._has_fitness:
+            exclude, report = self._of_node(SimNode.exclude), self._of_node(SimNode.report_progress)
+            faults += 3 * [exclude, exclude, report, self._of_node(self._change_health)]
         random.choice(faults)()
 
-    def _act_on_fitness(self) -> None:
-        if not (nodes := self.sim.live_nodes):
-            return
-        node = self._fitness_random.choice(nodes)
-        match self._fitness_random.randrange(4):
-            case 0:
-                node.report_progress()
-            case 1:
-                node.is_healthy = not node.is_healthy
-            case _:
-                node.exclude()
+    def _change_health(self, node: SimNode) -> None:
+        node.is_healthy = not node.is_healthy
 
     def _of_node(self, fault: Callable[[SimNode], None]) -> Callable[[], None]:
         """Return a call that injects a fault into a random node, if there is a node."""
