@@ -581,19 +581,12 @@ def _consult_policy(state: CoordinatorState, action: RestartAction) -> None:
         return
     attempt, restarts = state.round.attempt + 1, state.budget.restarts + 1
     root, returned = truncate_failure(root), state.budget.returned
-    excludes = ""
+    cause = RestartCause(attempt, decision.why, restarts, decision.delay, root, returned=returned)
     if action is RestartAction.EXCLUDE:
-        owners = (one.member for one in state.active() if _has_rank(state, one, root.rank))
-        excludes = next(owners, "")
-    cause = RestartCause(
-        attempt, decision.why, restarts, decision.delay, root, returned=returned, excludes=excludes
-    )
+        for one in filter(state.has_placement, state.active()):
+            if any(failure.rank == root.rank for failure in one.status.failures):
+                cause = replace(cause, excludes=one.member)
     _restart(state, cause)
-
-
-def _has_rank(state: CoordinatorState, record: MemberRecord, rank: int) -> bool:
-    first = state.round.placements[record.member].span.first_rank
-    return first <= rank < first + record.status.node.nproc
 
 
 def _runtime(state: CoordinatorState) -> float:

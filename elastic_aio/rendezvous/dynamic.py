@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import math
 import os
 import random
@@ -528,14 +527,12 @@ class DynamicRendezvous(Rendezvous):
     async def _end_exclusion(self, seconds: float) -> None:
         """Take part again after so many seconds, once this host is healthy."""
         await asyncio.sleep(seconds)  # time is the condition; `leave` ends the wait
-        if self._settings.health_check is not None:
-            for count in itertools.count():
-                if not (why := await self._agent.check_health()):
-                    break
-                delay = RECHECK.delay(count, random.random)
-                self._agent.on_event(self._member.extend_exclusion(why, delay))
-                self._changed.notify_all()
-                await asyncio.sleep(delay)
+        count = 0
+        while why := await self._agent.check_health():
+            delay, count = RECHECK.delay(count, random.random), count + 1
+            self._agent.on_event(self._member.extend_exclusion(why, delay))
+            self._changed.notify_all()
+            await asyncio.sleep(delay)
         self._member.readmit()
         self._changed.notify_all()
 

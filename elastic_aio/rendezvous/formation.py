@@ -322,9 +322,7 @@ def _arrivals_until(state: CoordinatorState) -> float:
                 record
             )
     until = -math.inf
-    newest: dict[str, int] = {}
-    for number, formed_by in sorted(rounds):
-        newest[formed_by.rpartition("@")[2]] = number
+    newest = {formed_by.rpartition("@")[2]: number for number, formed_by in sorted(rounds)}
     for placement, arrived in rounds.values():
         if placement.round < newest[placement.formed_by.rpartition("@")[2]]:
             continue  # an excluded node was in it; its workers had stopped before the next round

@@ -1138,8 +1138,8 @@ MUTATIONS: Final = (
     Mutation(
         "not-checked-after-exclusion",
         "rendezvous/dynamic.py",
-        "if not (why := await self._agent.check_health()):",
-        "if not (why := ''):",
+        "while why := await self._agent.check_health():",
+        "while why := '':",
         "an exclusion lasts until the health check succeeds",
     ),
     Mutation(
