@@ -247,7 +247,7 @@ class Member:
 
     def extend_exclusion(self, why: str, seconds: float | None = None) -> NodeExcluded:
         """Take part in no round, because of `why`, until `readmit`; return the event of that."""
-        self.is_excluded, self.is_standing_by, self._excluded_for = True, False, seconds
+        self.is_excluded, self.is_standing_by = True, False
         self._update(exclusion=sanitize(why))
         node = self.status.node
         return NodeExcluded(name=node.name, member=self.name, why=why, seconds=seconds, is_own=True)

@@ -52,15 +52,9 @@ class StopStep(SpecValue):
 
     if TYPE_CHECKING:
 
-        @property
-        def replace(self) -> type[_Step]: ...
-
-
-if TYPE_CHECKING:
-
-    class _Step(StopStep):
-        signal: Converted[int, int | str] = field(default=0)
-        grace: float = field(default=0.0)
+        def replace(  # type: ignore[override]
+            self, *, signal: int | str = 0, grace: float = 0, target: StopScope | None = None
+        ) -> StopStep: ...
 
 
 def _steps(name: str, value: Any) -> tuple[StopStep, ...]:
