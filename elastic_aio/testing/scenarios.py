@@ -478,9 +478,11 @@ class Scenario:
         sim.finish_workers()
         # Later rounds take longer than nodes need to find another store.
         sim.behavior = lambda node, placement: WorkerBehavior(seconds=5.0)
+        cuts = [self._isolate, self._isolate, sim.break_connection]
         for _ in range(random.randint(1, 3)):
             seconds = random.random() * random.choice([0.02, 0.2, 2.0])
-            sim.time.at(sim.now + seconds, self._fault_at_end)
+            fault = random.choice([sim.kill, sim.switch_off, self._suspend, *cuts])
+            sim.time.at(sim.now + seconds, self._of_node(fault))
         sim.run_until(lambda: len(sim.outcomes) > known or sim.is_over, self._settle_s)
 
     def run_next_job(self) -> None:
@@ -506,23 +508,6 @@ class Scenario:
                 self.sim.start_store(name)
 
     # ------------------------------------------------------------------- faults
-
-    def _fault_at_end(self) -> None:
-        sim, random = self.sim, self._end_random
-        if not (live_nodes := sim.live_nodes):
-            return
-        node = random.choice(live_nodes)
-        others = [one for one in self._hosts if one != node.host.name]
-        faults: list[Callable[[], None]] = [
-            lambda: sim.kill(node),
-            lambda: sim.switch_off(node),
-            lambda: sim.suspend(node.host.name, random.choice([0.5, 3.0, 9.0]) * random.random()),
-            lambda: sim.partition([node.host.name], others),
-            lambda: sim.partition([node.host.name], others),
-            lambda: sim.partition([node.host.name], others, one_way=True),
-            lambda: sim.break_connection(node),
-        ]
-        random.choice(faults)()
 
     def _fault(self) -> None:
         sim, random = self.sim, self._random
@@ -586,11 +571,12 @@ class Scenario:
             fault(victim)
 
     def _suspend(self, node: SimNode) -> None:
-        self.sim.suspend(node.host.name, self._random.random() * 4)
+        self.sim.suspend(node.host.name, self._random.random() * self._random.choice([1, 4, 9]))
 
     def _isolate(self, node: SimNode) -> None:
         others = [one for one in self._hosts if one != node.host.name]
-        self.sim.partition([node.host.name], others)
+        one_way = self._random.random() < 0.3
+        self.sim.partition([node.host.name], others, one_way=one_way)
 
     def _fail_worker(self, node: SimNode) -> None:
         self.sim.fail_worker(node, self._random.choice(self._exit_codes))
