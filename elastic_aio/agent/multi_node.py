@@ -74,12 +74,13 @@ Rules
     BARRIER    EndJob                            LEAVING   CancelBackOff, Leave
     IDLE       StopReceived, EndJob, JoinFailed  LEAVING   Leave
     LEAVING    LeftRendezvous, now or before     DONE      Publish, Finish
-    LIVE       PreemptionReceived (SendReport),
-               ChangePending: a preemption       the same  Publish, ShowChange, BackOff
-    STOPPING   ...                               STOPPING  Publish
+    LIVE       PreemptionReceived,               the same  SendReport, Publish, ShowChange,
+               ChangePending: a preemption                 BackOff
+    STOPPING   ...                               STOPPING  SendReport, Publish
     STOPPING   GroupStopped, after a notice      BARRIER   SendReport, StartBarrier
     BARRIER,
-    IDLE       ...                               BARRIER   Publish, CancelBackOff, StartBarrier
+    IDLE       ...                               BARRIER   SendReport, Publish, CancelBackOff,
+                                                           StartBarrier
     IDLE       PreemptionReceived, no place      LEAVING   Leave
     any        RestartPending                    the same  Publish
     LIVE       ChangePending                     the same  Publish, ShowChange
@@ -231,7 +232,7 @@ class MultiNodeMachine(AgentMachine):
             case RestartPending(cause):
                 return [*self._publish_root(cause), *self._publish_restart(restarting_event(cause))]
             case ChangePending(_, why, left, until=until) if until:
-                return self._take_notice(PreemptionReceived(why, until, left or 0.0))
+                return self._on_preemption_received(PreemptionReceived(why, until, left or 0.0))
             case ChangePending(round, why, left, number):
                 event = Publish(pending_event(instruction, self.attempt))
                 is_current = self.phase in LIVE and round == self.round and self.notice is None
@@ -284,12 +285,8 @@ class MultiNodeMachine(AgentMachine):
         change = ChangePending(
             self.round, notice.reason, notice.time_left, PREEMPTION_CHANGE, notice.until
         )
-        return [SendReport(PreemptionNoticed(change)), *self._take_notice(notice)]
-
-    def _take_notice(self, notice: PreemptionReceived) -> list[Effect]:
-        if self._is_ending:
-            return []
-        effects = self._give_notice(notice)
+        # The rendezvous drops the report of a notice that it has passed on.
+        effects = [SendReport(PreemptionNoticed(change)), *self._give_notice(notice)]
         if self.phase in (AgentPhase.IDLE, AgentPhase.BARRIER):
             effects += [*self._cancel_barrier(), *self._await_end()]
         return effects

@@ -269,9 +269,8 @@ class Member:
         if isinstance(report, NodeDraining):
             self._update(drain_reason=sanitize(report.why))
         elif isinstance(report, PreemptionNoticed):
-            if self.status.preemption is None:
-                why = sanitize(f"{report.change.why} (on {self.status.node.name})")
-                self._update(preemption=replace(report.change, why=why))
+            why = sanitize(f"{report.change.why} (on {self.status.node.name})")
+            self._on_change(replace(report.change, why=why))
         elif report.round == self.status.round:
             self._take(report)
         return self._begin_exclusion()

@@ -377,7 +377,9 @@ ROWS: dict[str, Row] = {
     "idle: a stop is received": case(JOINED, STOP, [Leave("enough")], P.LEAVING),
     "idle: a notice to a node without a place": case(JOINED, NOTICE, [Leave("USR1")], P.LEAVING),
     "running: a notice": case(RUNNING, NOTICE, [NOTICE_REPORT, *WARNING], P.RUNNING),
-    "running: a notice to another node": case(RUNNING, NOTICE_THERE, WARNING, P.RUNNING),
+    "running: a notice to another node": case(
+        RUNNING, NOTICE_THERE, [NOTICE_REPORT, *WARNING], P.RUNNING
+    ),
     "starting: a notice": case(
         STARTING, NOTICE, [NOTICE_REPORT, NOTICED, BackOff(7, 9.0)], P.STARTING
     ),
