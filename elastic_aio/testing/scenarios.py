@@ -443,17 +443,18 @@ class Scenario:
     def preempt(self) -> None:
         """Give notice to a node, amid ends of workers and losses; the job must end by it."""
         random, sim = self._notice_random, self.sim
-        members, noticed = sim.live_nodes, self._preempt_any()
+        members = sim.live_nodes
+        self._preempt_any()
         for _ in range(random.randint(0, 4)):
             ends = [self._fail_worker, self._fail_worker, self._succeed]
             act = self._of_node(random.choice([sim.kill, *ends, SimNode.agree_to_change]))
             sim.time.at(sim.now + random.random() * random.choice([0.02, 0.2, 4.0]), act)
         if random.random() < 0.3:
             sim.time.at(sim.now + random.random(), self._add_or_restart, random.choice(self._names))
-        if noticed is not None:
-            sim.run_until(
-                lambda: not any(one.is_live and one.notice for one in members), self._settle_s
-            )
+        sim.run(_AT_ONCE_S)
+        sim.run_until(
+            lambda: not any(one.is_live and one.notice for one in members), self._settle_s
+        )
         self.finish()
         for node in members:
             outcome = node.outcome
@@ -462,14 +463,12 @@ class Scenario:
             if outcome.state is not JobState.PREEMPTED or outcome.exit_code != PREEMPTED_CODE:
                 sim.fail(f"{node.name} was preempted, and ended as {outcome}")
 
-    def _preempt_any(self) -> SimNode | None:
-        """Give notice to a random node, and maybe to another one; return the first."""
+    def _preempt_any(self) -> None:
+        """Give notice to a random node, and maybe to another one."""
         random = self._notice_random
         nodes = [one for one in self.sim.live_nodes if one.placement is not None]
-        chosen = random.sample(nodes, min(len(nodes), random.choice([1, 1, 2])))
-        for node in chosen:
+        for node in random.sample(nodes, min(len(nodes), random.choice([1, 1, 2]))):
             self.sim.preempt(node, random.choice([0.0, 0.5, 3.0, 20.0]))
-        return chosen[0] if chosen else None
 
     def finish_with_faults(self) -> None:
         """Let all workers succeed, amid faults, until a node knows of an end."""

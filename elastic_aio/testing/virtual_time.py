@@ -16,10 +16,10 @@ class VirtualTime:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._heap: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
 
-    def at(self, when: float, call: Callable[..., object], *args: Any) -> None:
+    def at(self, when: float, call: Callable[..., None], *args: Any) -> None:
         """Schedule a call; calls of the same time keep their order."""
         self._count += 1
         heapq.heappush(self._heap, (when, self._count, call, args))
