@@ -551,16 +551,13 @@ class AgentMachine(ABC):
 
     def _give_notice(self, notice: PreemptionReceived) -> list[Effect]:
         """Publish a preemption; live workers have until its deadline to end."""
-        self.notice = notice
-        published = PreemptionNotice(
-            attempt=self.attempt, why=notice.reason, time_left=notice.time_left
-        )
+        self.notice, why, left = notice, notice.reason, notice.time_left
+        effects: list[Effect] = [CancelBackOff()] if self._awaiting else []
+        effects += [Publish(PreemptionNotice(attempt=self.attempt, why=why, time_left=left))]
         if self.phase not in LIVE:
-            return [Publish(published)]
-        waiting: list[Effect] = [CancelBackOff()] if self._awaiting else []
+            return effects
         self._has_notice, self._awaiting = True, "the job is preempted"
-        back_off = BackOff(self.attempt, notice.time_left)
-        return [*waiting, Publish(published), *self._show_notice(), back_off]
+        return [*effects, *self._show_notice(), BackOff(self.attempt, left)]
 
     def _show_notice(self) -> list[Effect]:
         """Show the notice, if there is one, once all workers have been started."""

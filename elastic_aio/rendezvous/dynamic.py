@@ -303,7 +303,7 @@ class DynamicRendezvous(Rendezvous):
     async def open(self) -> None:
         if self._settings.health_check is not None:
             self._member.extend_exclusion(UNCHECKED)
-            self._begin_exclusion(0.0)
+            self._excluding = create_task(self._end_exclusion(0.0), name="first health check")
         self._attending = create_task(self._attend(), name=f"rendezvous {self._run_id}")
 
     def report(self, report: Report) -> None:
@@ -479,7 +479,8 @@ class DynamicRendezvous(Rendezvous):
                 case NodeExcluded(seconds=seconds):
                     self._agent.on_event(effect)
                     if seconds is not None:
-                        self._begin_exclusion(seconds)
+                        ending = self._end_exclusion(seconds)
+                        self._excluding = create_task(ending, name="end of the exclusion")
                 case Event():
                     self._agent.on_event(effect)
                 case ProbePeers():
@@ -519,10 +520,6 @@ class DynamicRendezvous(Rendezvous):
             self._perform(self._member.fail(str(error)))
             return False
         return True
-
-    def _begin_exclusion(self, seconds: float) -> None:
-        ending = self._end_exclusion(seconds)
-        self._excluding = create_task(ending, name="end of the exclusion")
 
     async def _end_exclusion(self, seconds: float) -> None:
         """Take part again after so many seconds, once this host is healthy."""
