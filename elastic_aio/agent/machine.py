@@ -115,20 +115,24 @@ class Start(Struct, frozen=True):
     """The runtime is open: the job may start."""
 
 
-class GroupStarted(Struct, frozen=True):
-    """All workers of an attempt have been spawned; `at` is in clock seconds."""
+class EffectResult(Struct, frozen=True):
+    """The result of an effect.  A late result, of another attempt, is dropped."""
 
     attempt: int
+
+
+class GroupStarted(EffectResult, frozen=True):
+    """All workers of an attempt have been spawned; `at` is in clock seconds."""
+
     at: float
 
 
-class StartFailed(Struct, frozen=True):
+class StartFailed(EffectResult, frozen=True):
     """A worker of an attempt could not be spawned, or hangs in the kernel.
 
     `why_permanent` is the reason why no attempt follows a `permanent` failure.
     """
 
-    attempt: int
     message: str
     permanent: bool
     exit_code: int
@@ -136,46 +140,40 @@ class StartFailed(Struct, frozen=True):
     why_permanent: str = "another attempt could not start it either"
 
 
-class WorkerHung(Struct, frozen=True):
+class WorkerHung(EffectResult, frozen=True):
     """A worker of an attempt has missed a deadline, as `why` says."""
 
-    attempt: int
     local_rank: int
     why: str
 
 
-class WorkersAgreed(Struct, frozen=True):
+class WorkersAgreed(EffectResult, frozen=True):
     """All workers of an attempt that run agree to the pending change of this number."""
 
-    attempt: int
     change: int
 
 
-class ProgressMade(Struct, frozen=True):
+class ProgressMade(EffectResult, frozen=True):
     """A worker of an attempt has reported a step, the first of the attempt."""
 
-    attempt: int
 
-
-class ExclusionReceived(Struct, frozen=True):
+class ExclusionReceived(EffectResult, frozen=True):
     """This node is to take part in no further round, because of `why`.
 
     `seconds`: until it may again; None: the time that the spec says.
     """
 
-    attempt: int
     why: str
     seconds: float | None = None
 
 
-class WorkerEnded(Struct, frozen=True):
+class WorkerEnded(EffectResult, frozen=True):
     """A worker has exited; a victim was signalled by a stop before.
 
     `is_lost_peer`: it has failed because another worker has ended.  `may_be_leaving`: a SIGTERM to
     all processes of the job may have ended it, which reaches the launcher a little later.
     """
 
-    attempt: int
     local_rank: int
     status: ExitStatus
     is_victim: bool
@@ -183,39 +181,34 @@ class WorkerEnded(Struct, frozen=True):
     may_be_leaving: bool = False
 
 
-class GroupStopped(Struct, frozen=True):
+class GroupStopped(EffectResult, frozen=True):
     """No process of an attempt is left; its failures are known, the root cause first.
 
     `has_survivors`: a process is left that could not be killed.  `first_success` is the rank of the
     first worker that exited with 0 by itself, and when, in Unix seconds.
     """
 
-    attempt: int
     at: float
     failures: tuple[Failure, ...]
     has_survivors: bool = False
     first_success: tuple[int, float] | None = None
 
 
-class DecisionMade(Struct, frozen=True):
+class DecisionMade(EffectResult, frozen=True):
     """The user's `restart.decide` has returned."""
 
-    attempt: int
     action: RestartAction
 
 
-class DecisionFailed(Struct, frozen=True):
+class DecisionFailed(EffectResult, frozen=True):
     """The user's `restart.decide` has raised `error`, or not returned in time, as `why` says."""
 
-    attempt: int
     why: str
     error: BaseException | None = None
 
 
-class BackoffElapsed(Struct, frozen=True):
+class BackoffElapsed(EffectResult, frozen=True):
     """The time of a `BackOff` has passed."""
-
-    attempt: int
 
 
 class StopReceived(Struct, frozen=True):
@@ -255,31 +248,13 @@ class InstructionReceived(Struct, frozen=True):
     instruction: Instruction
 
 
-class BarrierTimedOut(Struct, frozen=True):
+class BarrierTimedOut(EffectResult, frozen=True):
     """The other nodes have not finished an attempt in time, which succeeded here."""
-
-    attempt: int
 
 
 class LeftRendezvous(Struct, frozen=True):
     """This node is no member of the rendezvous any more."""
 
-
-EffectResult = (
-    GroupStarted
-    | StartFailed
-    | WorkerHung
-    | WorkersAgreed
-    | ProgressMade
-    | ExclusionReceived
-    | WorkerEnded
-    | GroupStopped
-    | DecisionMade
-    | DecisionFailed
-    | BackoffElapsed
-    | BarrierTimedOut
-)
-"""Results of effects.  Each carries its attempt number, so that a late result can be dropped."""
 
 Request = (
     Start
@@ -296,7 +271,11 @@ Input = EffectResult | Request
 # --------------------------------------------------------------------- effects
 
 
-class StartGroup(Struct, frozen=True):
+class Effect(Struct, frozen=True):
+    """What a driver performs."""
+
+
+class StartGroup(Effect, frozen=True):
     """Spawn all workers; the result is `GroupStarted` or `StartFailed`.
 
     `placement` is this node's place in the round; None in a job of one node.
@@ -307,7 +286,7 @@ class StartGroup(Struct, frozen=True):
     placement: Placement | None = None
 
 
-class StopGroup(Struct, frozen=True):
+class StopGroup(Effect, frozen=True):
     """Stop every process of the attempt by `plan`; the result is `GroupStopped`.
 
     A worker that is being spawned is waited for first.  `leftovers_only`: all workers have exited,
@@ -322,29 +301,29 @@ class StopGroup(Struct, frozen=True):
     is_ordered: bool = False
 
 
-class CallDecide(Struct, frozen=True):
+class CallDecide(Effect, frozen=True):
     """Call the user's `restart.decide`; the result is `DecisionMade` or `DecisionFailed`."""
 
     attempt: int
     failure: Failure
 
 
-class BackOff(Struct, frozen=True):
+class BackOff(Effect, frozen=True):
     """Wait `delay` seconds for an attempt, or before one is judged; then `BackoffElapsed`."""
 
     attempt: int
     delay: float
 
 
-class CancelBackOff(Struct, frozen=True):
+class CancelBackOff(Effect, frozen=True):
     """Cancel the `BackOff`, `CallDecide` or `StartBarrier` in progress; it has no result then."""
 
 
-class Publish(Struct, frozen=True):
+class Publish(Effect, frozen=True):
     event: Event
 
 
-class ShowChange(Struct, frozen=True):
+class ShowChange(Effect, frozen=True):
     """Show the workers that they will be stopped in `time_left` seconds, because of `why`.
 
     `time_left` None: no more.  `until` (else 0): by a preemption, in Unix seconds.
@@ -356,13 +335,13 @@ class ShowChange(Struct, frozen=True):
     until: float = 0.0
 
 
-class NotePeers(Struct, frozen=True):
+class NotePeers(Effect, frozen=True):
     """Begin the time in which the workers have to finish as the workers of other nodes have."""
 
     peers: PeersFinished
 
 
-class Finish(Struct, frozen=True):
+class Finish(Effect, frozen=True):
     """The job is over: release everything, publish the end, return to the callers.
 
     `error` is raised to the callers in place of a result: an exception of the user's callback, or
@@ -373,24 +352,24 @@ class Finish(Struct, frozen=True):
     error: BaseException | None = None
 
 
-class Join(Struct, frozen=True):
+class Join(Effect, frozen=True):
     """Join the rendezvous; the result is `JoinFailed` if that fails, else none."""
 
 
-class SendReport(Struct, frozen=True):
+class SendReport(Effect, frozen=True):
     """Report to the rendezvous what happened to this node's workers."""
 
     report: Report
 
 
-class StartBarrier(Struct, frozen=True):
+class StartBarrier(Effect, frozen=True):
     """Wait `timeout` seconds (None: no limit) for other nodes; the result is `BarrierTimedOut`."""
 
     attempt: int
     timeout: float | None
 
 
-class Leave(Struct, frozen=True):
+class Leave(Effect, frozen=True):
     """Leave the rendezvous, or stop joining it; the result is `LeftRendezvous`.
 
     `stays`: first wait, until the grace of the stop is over, for workers of other nodes that need
@@ -400,22 +379,6 @@ class Leave(Struct, frozen=True):
     why: str
     stays: bool = False
 
-
-Effect = (
-    StartGroup
-    | StopGroup
-    | CallDecide
-    | BackOff
-    | CancelBackOff
-    | Publish
-    | ShowChange
-    | NotePeers
-    | Finish
-    | Join
-    | SendReport
-    | StartBarrier
-    | Leave
-)
 
 # ------------------------------------------------------------------ the group
 
