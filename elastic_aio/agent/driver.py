@@ -261,9 +261,8 @@ class Driver:
 
     def kill(self, reason: str = "", stop: StopReceived | None = None) -> None:
         """Shorten every stop to SIGKILL because of `reason`, and end the job by `stop`."""
-        why = "an immediate stop was requested"
+        stop = stop or StopReceived("an immediate stop was requested")
         # First: a stop that begins sends its first signal at once.
-        stop = stop or StopReceived(why)
         self._runtime.tree.escalate_to_kill(reason or stop.reason)
         self.receive(stop)
 

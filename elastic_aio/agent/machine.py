@@ -667,7 +667,7 @@ class SingleNodeMachine(AgentMachine):
             case DecisionMade() if self.phase is AgentPhase.DECIDING:
                 return self._apply(result.action)
             case DecisionFailed() if self.phase is AgentPhase.DECIDING:
-                return self._on_decision_failed(result)
+                return self._give_up(result.why, result.error)
             case BackoffElapsed() if self.phase is AgentPhase.BACKING_OFF:
                 return self._start()
             case BackoffElapsed() if self.phase is AgentPhase.DECIDING:
@@ -784,11 +784,8 @@ class SingleNodeMachine(AgentMachine):
             return [Publish(restarting), BackOff(self.attempt, decision.delay)]
         return [Publish(restarting), *self._start()]
 
-    def _on_decision_failed(self, failed: DecisionFailed) -> list[Effect]:
-        return self._finish(JobState.FAILED, failed.why, self._exit_code_of_failure(), failed.error)
-
-    def _give_up(self, why: str) -> list[Effect]:
-        return self._finish(JobState.FAILED, why, self._exit_code_of_failure())
+    def _give_up(self, why: str, error: BaseException | None = None) -> list[Effect]:
+        return self._finish(JobState.FAILED, why, self._exit_code_of_failure(), error)
 
     def _finish_stopped(self) -> list[Effect]:
         self.phase = AgentPhase.DONE
