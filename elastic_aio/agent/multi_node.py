@@ -288,16 +288,15 @@ class MultiNodeMachine(AgentMachine):
         # The rendezvous drops the report of a notice that it has passed on.
         effects = [SendReport(PreemptionNoticed(change)), *self._give_notice(notice)]
         if self.phase in (AgentPhase.IDLE, AgentPhase.BARRIER):
-            effects += [*self._cancel_barrier(), *self._await_end()]
+            effects += [*self._cancel_barrier(), *self._wait_at_barrier()]
         return effects
 
-    def _await_end(self) -> list[Effect]:
-        """Wait, after a notice, until other nodes have stopped their workers too."""
-        if self.notice is None:
-            return []
+    def _wait_at_barrier(self) -> list[Effect]:
+        """Wait for other nodes; after a notice, for as long as they may need to stop."""
         self.phase = AgentPhase.BARRIER
-        plan = self._spec.stop
-        timeout = self.notice.time_left + plan.grace + plan.reap_timeout + _END_S
+        plan, timeout = self._spec.stop, self._spec.rendezvous.exit_barrier_timeout
+        if self.notice is not None:
+            timeout = self.notice.time_left + plan.grace + plan.reap_timeout + _END_S
         return [StartBarrier(self.attempt, timeout)]
 
     def _on_notice_agreed(self) -> list[Effect]:
@@ -371,10 +370,7 @@ class MultiNodeMachine(AgentMachine):
             return self._leave_after_success(self._stop)
         if self._next is not None:
             return self._continue()
-        if self.notice is not None:
-            return self._await_end()
-        self.phase = AgentPhase.BARRIER
-        return [StartBarrier(self.attempt, self._spec.rendezvous.exit_barrier_timeout)]
+        return self._wait_at_barrier()
 
     def _leave_after_success(self, stop: StopReceived) -> list[Effect]:
         why = why_stopped(stop)[0]
@@ -416,10 +412,11 @@ class MultiNodeMachine(AgentMachine):
         if self._next is not None:
             self._next, self._stopped_round = None, self._newest_round
         self.phase = AgentPhase.IDLE
+        waiting = [] if self.notice is None else self._wait_at_barrier()
         if self._stopped_round <= self._reported_round:
-            return self._await_end()
+            return waiting
         self._reported_round = self._stopped_round
-        return [SendReport(RoundStopped(self._stopped_round)), *self._await_end()]
+        return [SendReport(RoundStopped(self._stopped_round)), *waiting]
 
     def _start_round(self, placement: Placement) -> list[Effect]:
         self._next = None
