@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from elastic_aio import (
 )
 from elastic_aio.errors import HostError, SpecError
 from elastic_aio.events import AttemptFailed, JobFinished, StopRequested, WorkersUnfinished
-from elastic_aio.outcome import ExitStatus, JobOutcome, JobState
+from elastic_aio.outcome import PREEMPTION_CHANGE, ExitStatus, JobOutcome, JobState
 from elastic_aio.rendezvous.base import (
     RENDEZVOUS_FAILED,
     ChangePending,
@@ -217,6 +218,36 @@ while True:
         (1, "f joined", 30.0),
     ]
     assert not list(tmp_path.glob("logs/*/pending_change*"))
+
+
+async def test_a_notice_after_a_change_is_shown_until_the_workers_have_ended(
+    tmp_path: Path,
+) -> None:
+    """The stop that ends the notice does not withdraw it; the stop for a change does."""
+    saves = """
+import os, signal, time
+from elastic_aio.worker import pending_change
+
+def save(*_):
+    with open(os.environ["NOTES"] + "/seen", "w") as file:
+        file.write(str(pending_change() and pending_change().reason))
+    os._exit(0)
+
+signal.signal(signal.SIGTERM, save)
+while pending_change() is None:
+    time.sleep(0.01)
+open(os.environ["NOTES"] + "/ready", "w").close()
+while True:
+    time.sleep(1)
+"""
+    async with member(node_spec(tmp_path, python(saves), 1)) as node:
+        node.rendezvous.start_round(0)
+        node.rendezvous.instruct(ChangePending(0, "c joined", 30.0))
+        await until((tmp_path / "ready").exists)
+        until_then = time.time() + 0.1
+        node.rendezvous.instruct(ChangePending(0, "USR1", 0.1, PREEMPTION_CHANGE, until_then))
+        await node.rendezvous.wait_report(RoundStopped)
+        assert (tmp_path / "seen").read_text() == "preemption"
 
 
 async def test_workers_that_run_long_after_those_of_other_nodes_are_reported(
