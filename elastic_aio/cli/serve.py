@@ -46,7 +46,7 @@ def main_serve(argv: Sequence[str]) -> int:
 
 
 async def _serve(address: str) -> int:
-    AppServer(address, patience=5.0, keep_alive=15.0)  # checks the address and the extra
+    AppServer(address)  # checks the address and the extra
     from elastic_aio.http.jobs import JobsServer  # which needs the extra
 
     with ReceivedSignals([signal.SIGTERM, signal.SIGINT]) as signals:

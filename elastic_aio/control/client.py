@@ -10,7 +10,15 @@ import os
 import select
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Sequence,
+)
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from signal import SIGKILL, pidfd_send_signal
 from typing import Any, Final, TypeVar
@@ -105,15 +113,11 @@ def run_blocking(work: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError("the coroutine waits for an event loop")
 
 
-def iterate_blocking(items: AsyncIterator[T]) -> Iterator[T]:
+def iterate_blocking(items: AsyncGenerator[T, None]) -> Iterator[T]:
     """Yield what an asynchronous generator yields whose waits are `wait_blocking`."""
-
-    async def following() -> T:
-        return await anext(items)
-
     with suppress(StopAsyncIteration):
         while True:
-            yield run_blocking(following())
+            yield run_blocking(items.__anext__())
 
 
 class RunningJob(Struct, frozen=True):
@@ -273,10 +277,12 @@ class JobClient:
             usage: read what the workers have used, if they are processes of this pid namespace.
             makes_files: each captured stream has its file from now on, also an empty stream.
         """
-        reply = await self._ask(GetStatus(makes_files=makes_files), StatusReply, self._timeout)
-        return with_usage(reply.status) if usage and self.job.is_local else reply.status
+        async with self._request(GetStatus(makes_files=makes_files)) as channel:
+            reply = _checked(await self._receive(channel, self._timeout), StatusReply)
+            is_local = channel.pid == reply.status.agent_pid
+        return with_usage(reply.status) if usage and is_local else reply.status
 
-    async def events(self, after: int = -1, *, follow: bool = False) -> AsyncIterator[Event]:
+    async def events(self, after: int = -1, *, follow: bool = False) -> AsyncGenerator[Event, None]:
         """Iterate over the events after the number `after`; with `follow` to the end of the job."""
         from elastic_aio.event_json import event_from_json  # most requests read no event
 

@@ -159,8 +159,8 @@ class _RequestHead(Struct):
     version: int
 
 
-def encode(message: ControlRequest | Reply | JobStatus) -> bytes:
-    """Return a request, a reply or a status as a line."""
+def encode(message: object) -> bytes:
+    """Return a request, a reply or other plain data as a line of JSON."""
     try:
         return _encoder.encode(message) + b"\n"
     except UnicodeEncodeError:  # a path or an argument that is not UTF-8

@@ -10,13 +10,13 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
+from functools import cached_property
 from itertools import count
-from typing import Final, Protocol
+from typing import Final, TypeVar
 
-from msgspec import Struct, to_builtins
-from msgspec.json import Encoder
+from msgspec import Struct
 
 from elastic_aio.aio import EventReader, read_file, run_in_thread
 from elastic_aio.control.protocol import encode
@@ -29,7 +29,6 @@ from elastic_aio.http.openmetrics import CONTENT_TYPE, format_metrics
 from elastic_aio.logs.log_file import read_end
 from elastic_aio.ranks import format_ranks
 from elastic_aio.status import JobStatus
-from elastic_aio.text import jsonable
 
 try:
     from starlette.applications import Starlette
@@ -41,6 +40,8 @@ try:
 except ImportError as error:
     problem = "status_app needs the extra http: pip install 'elastic_aio[http]'"
     raise ImportError(problem) from error
+
+T = TypeVar("T")
 
 LOG_MAX: Final = 64 * 1024
 """Bytes of the end of a log file that a page shows."""
@@ -56,7 +57,6 @@ _POLICY: Final = {
 _TURN: Final = 32
 """Kept events that are sent to a client before others have their turn: a millisecond or three."""
 
-_encoder: Final = Encoder()
 _PATHS: Final = "/  /healthz  /readyz  /metrics  /status  /events  /logs/RANK/stdout|stderr"
 
 
@@ -76,29 +76,7 @@ def status_app(job: ViewedJob, *, keep_alive: float = 15.0) -> Starlette:
         keep_alive: seconds without an event after which a stream of events has a comment.
     """
 
-    async def ask(*, usage: bool = True, makes_files: bool = False) -> JobStatus:
-        if makes_files:
-            job.make_log_files()
-        return _known(job, usage=usage)
-
-    return job_app(job, ask, keep_alive=keep_alive)
-
-
-def job_app(job: ViewedJob, ask: Ask, *, keep_alive: float = 15.0) -> Starlette:
-    """Return the pages of a job whose present status may be another process's to say: `ask`."""
-    pages = _Pages(job, ask, keep_alive)
-    return read_only_app(
-        [
-            Route("/", JOB_PAGE.answer),
-            Route("/healthz", pages.health),
-            Route("/readyz", pages.readiness),
-            Route("/metrics", pages.metrics),
-            Route("/status", pages.status),
-            Route("/events", pages.events),
-            Route("/logs/{rank}/{stream}", pages.log),
-        ],
-        _PATHS,
-    )
+    return JobPages(job, keep_alive=keep_alive).app
 
 
 def read_only_app(routes: Sequence[BaseRoute], paths: str) -> Starlette:
@@ -163,49 +141,63 @@ def _is_local(host: str) -> bool:
     return not name or is_address or name.lower().rstrip(".").split(".")[-1] == "localhost"
 
 
-class Ask(Protocol):
-    """Returns the present status of a job, or raises a ControlError: its launcher does not answer.
+class JobPages:
+    """The pages of a job; a subclass may have another process say its present status."""
 
-    With `usage` it has what the workers have used; with `makes_files` their log files exist.
-    """
-
-    async def __call__(self, *, usage: bool = True, makes_files: bool = False) -> JobStatus: ...
-
-
-def _known(job: ViewedJob, *, usage: bool = False) -> JobStatus:
-    try:
-        return job.status(usage=usage)
-    except RuntimeError:  # it has not begun
-        return JobStatus()
-
-
-class _Pages:
-    def __init__(self, job: ViewedJob, ask: Ask, keep_alive: float) -> None:
+    def __init__(self, job: ViewedJob, *, keep_alive: float = 15.0) -> None:
         self._job = job
-        self._ask = ask
         self._keep_alive = keep_alive
         self._readers = threading.BoundedSemaphore(READERS_MAX)
 
-    async def health(self, _: Request) -> Response:
-        phase = (await self._ask(usage=False)).phase
+    @cached_property
+    def app(self) -> Starlette:
+        routes = [
+            Route("/", JOB_PAGE.answer),
+            Route("/healthz", self._health),
+            Route("/readyz", self._readiness),
+            Route("/metrics", self._metrics),
+            Route("/status", self._status),
+            Route("/events", self._events),
+            Route("/logs/{rank}/{stream}", self._log),
+        ]
+        return read_only_app(routes, _PATHS)
+
+    def known(self, *, usage: bool = False) -> JobStatus:
+        """Return what is known of the job at once."""
+        try:
+            return self._job.status(usage=usage)
+        except RuntimeError:  # it has not begun
+            return JobStatus()
+
+    async def ask(self, *, usage: bool = True, makes_files: bool = False) -> JobStatus:
+        """Return the present status, or raise a ControlError: the launcher does not answer.
+
+        With `usage` it has what the workers have used; with `makes_files` their log files exist.
+        """
+        if makes_files:
+            self._job.make_log_files()
+        return self.known(usage=usage)
+
+    async def _health(self, _: Request) -> Response:
+        phase = (await self.ask(usage=False)).phase
         return answer(f"{phase}\n", 503 if phase in ("failed", "stopped", "preempted") else 200)
 
-    async def readiness(self, _: Request) -> Response:
-        status = await self._ask(usage=False)
+    async def _readiness(self, _: Request) -> Response:
+        status = await self.ask(usage=False)
         return answer(f"{status.phase}\n", 200 if status.is_ready else 503)
 
-    async def metrics(self, _: Request) -> Response:
-        text = format_metrics([({}, await self._ask())], time.time())
+    async def _metrics(self, _: Request) -> Response:
+        text = format_metrics([({}, await self.ask())], time.time())
         return answer(text, 200, CONTENT_TYPE)
 
-    async def status(self, _: Request) -> Response:
+    async def _status(self, _: Request) -> Response:
         try:
-            status, code = await self._ask(), 200
+            status, code = await self.ask(), 200
         except ControlError:
-            status, code = _known(self._job), 503
+            status, code = self.known(), 503
         return answer(encode(status), code, "application/json")
 
-    async def events(self, request: Request) -> Response:
+    async def _events(self, request: Request) -> Response:
         query = request.query_params.get("after", "")
         last = request.headers.get("last-event-id", query)
         after = int(last) if last.isascii() and last.isdigit() and len(last) < 19 else -1
@@ -215,13 +207,13 @@ class _Pages:
             return answer(f"{error}\n", 503)
         if events.is_over:
             return answer(b"", 204)  # a browser does not come back
-        return stream_of(_messages(events, self._keep_alive), request)
+        return stream_of(events, _message, self._keep_alive, request)
 
-    async def log(self, request: Request) -> Response:
+    async def _log(self, request: Request) -> Response:
         rank, stream = request.path_params["rank"], request.path_params["stream"]
         if not rank.isdecimal() or stream not in ("stdout", "stderr"):
             return answer(f"the pages are {_PATHS}\n", 404)
-        workers = {worker.rank: worker for worker in _known(self._job).workers}
+        workers = {worker.rank: worker for worker in self.known().workers}
         worker = workers.get(int(rank[:9]))
         if worker is None:
             known = format_ranks(workers) or "none"
@@ -232,7 +224,7 @@ class _Pages:
             problem = f"{stream} of rank {worker.rank} is in no file (see --tee, --redirects)\n"
             return answer(problem, 404)
         with suppress(ControlError):  # what was written can be read without the launcher
-            await self._ask(usage=False, makes_files=True)
+            await self.ask(usage=False, makes_files=True)
         return await self._end_of(path)
 
     async def _end_of(self, path: str) -> Response:
@@ -255,27 +247,6 @@ def _read_end(path: str, readers: threading.BoundedSemaphore) -> bytes:
         readers.release()
 
 
-async def _messages(events: EventReader[Event], keep_alive: float) -> AsyncIterator[bytes]:
-    """Yield the messages of a stream of events, whose ids are cursors.
-
-    A stream is a position among the kept events and no queue, so that a slow client costs no
-    memory.
-    """
-    yield b"retry: 2000\n\n"  # a client that loses the stream comes back after 2 s
-    for number in count():
-        if number % _TURN == _TURN - 1:
-            await asyncio.sleep(0)  # kept events come without a pause
-        try:
-            async with asyncio.timeout(keep_alive):
-                event = await anext(events)
-        except TimeoutError:
-            yield b":\n\n"
-        except StopAsyncIteration:
-            return
-        else:
-            yield b"id: %d\ndata: %b\n\n" % (event.seq, _shown(event))
-
-
 class _Words(Struct, frozen=True):
     """What the classes of events say, for readers that do not have them: fields of the JSON."""
 
@@ -285,21 +256,43 @@ class _Words(Struct, frozen=True):
     is_wait: bool
 
 
-def _shown(event: Event) -> bytes:
+def _message(event: Event) -> bytes:
     """Return an event as JSON, with its sentence, and its step if it explains something."""
     words = _Words(event.sentence, event.level, step_of(event), isinstance(event, WAITS))
-    try:
-        more = _encoder.encode(words)
-    except UnicodeEncodeError:  # as in `event_to_json`
-        more = _encoder.encode(jsonable(to_builtins(words)))
-    return event_to_json(event)[:-1] + b"," + more[1:]
+    shown = event_to_json(event)[:-1] + b"," + encode(words)[1:-1]
+    return b"id: %d\ndata: %b\n\n" % (event.seq, shown)
 
 
-def stream_of(messages: AsyncIterator[bytes], request: Request) -> Response:
-    """Return the answer that is a stream of server-sent events."""
+def stream_of(
+    items: EventReader[T], message: Callable[[T], bytes], keep_alive: float, request: Request
+) -> Response:
+    """Return the answer that is a stream of server-sent events, one `message` for each item."""
     headers = _HEADERS | {"Content-Type": "text/event-stream"}
-    is_head = request.method == "HEAD"
-    return Response(headers=headers) if is_head else StreamingResponse(messages, headers=headers)
+    if request.method == "HEAD":
+        return Response(headers=headers)
+    return StreamingResponse(_messages(items, message, keep_alive), headers=headers)
+
+
+async def _messages(
+    items: EventReader[T], message: Callable[[T], bytes], keep_alive: float
+) -> AsyncIterator[bytes]:
+    """Yield the messages of a stream.
+
+    A stream is a position among the kept items and no queue, so that a slow client costs no memory.
+    """
+    yield b"retry: 2000\n\n"  # a client that loses the stream comes back after 2 s
+    for number in count():
+        if number % _TURN == _TURN - 1:
+            await asyncio.sleep(0)  # kept items come without a pause
+        try:
+            async with asyncio.timeout(keep_alive):
+                item = await anext(items)
+        except TimeoutError:
+            yield b":\n\n"
+        except StopAsyncIteration:
+            return
+        else:
+            yield message(item)
 
 
 def answer(body: str | bytes, code: int = 200, kind: str = "text/plain", **fields: str) -> Response:

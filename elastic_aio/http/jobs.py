@@ -10,32 +10,29 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import aclosing, suppress
-from functools import cached_property
 from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
-from msgspec import to_builtins
-from msgspec.json import encode
 from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from elastic_aio.aio import Notifier, cancel_and_wait, create_task, run_in_thread
-from elastic_aio.control.client import JobClient, connect
+from elastic_aio.aio import EventHistory, cancel_and_wait, create_task, run_in_thread
+from elastic_aio.control.client import JobClient, RunningJob
+from elastic_aio.control.protocol import encode
 from elastic_aio.control.sockets import SOCKET_SUFFIX, directories, socket_paths
-from elastic_aio.errors import AgentUnreachable, ControlError
+from elastic_aio.errors import ControlError
 from elastic_aio.events import JobFinished
-from elastic_aio.http.app import FilePage, answer, job_app, read_only_app, stream_of
+from elastic_aio.http.app import FilePage, JobPages, answer, read_only_app, stream_of
 from elastic_aio.http.openmetrics import CONTENT_TYPE, format_metrics
 from elastic_aio.http.server import AppServer, ListenedJob
 from elastic_aio.logs.inotify import InotifyWatcher
 from elastic_aio.record import JobRecord, recorded_runs
 from elastic_aio.status import JobStatus
-from elastic_aio.text import jsonable
 
 T = TypeVar("T")
 
@@ -56,45 +53,38 @@ JOBS_PAGE: Final = FilePage("jobs.html")
 _PATHS: Final = "/  /healthz  /metrics  /jobs  /changes  /jobs/NAME/"
 
 
-class _ShownRun:
+class _ShownRun(JobPages):
     """A run that can be looked at: its events, and the app with its pages."""
 
     def __init__(self, name: str, pid: int | None) -> None:
+        self.view = ListenedJob()
+        super().__init__(self.view)
         self.name = name
         self.pid = pid
-        self.view = ListenedJob()
         self.ended_at: float | None = None
         self.exit_code: int | None = None
 
-    @cached_property
-    def app(self) -> ASGIApp:
-        return job_app(self.view, self.ask)
-
-    @property
-    def status(self) -> JobStatus:
-        """What is known at once; a job that is over without an end has lost its launcher."""
-        known = self._known()
+    def known(self, *, usage: bool = False) -> JobStatus:
+        """Return what is known; a job that is over without an end has lost its launcher."""
+        known = self._last()
         if self.ended_at is None or known.has_ended:
             return known
         return replace(known, phase="failed", reason="the launcher was killed, or is lost")
 
-    def _known(self) -> JobStatus:
+    def _last(self) -> JobStatus:
         return self.view.status(usage=False)
-
-    async def ask(self, *, usage: bool = True, makes_files: bool = False) -> JobStatus:
-        return self.status
 
     @property
     def identity(self) -> tuple[object, ...]:
-        status = self.status
+        status = self.known()
         return status.run_id, status.agent_pid, status.started_at or self.name
 
     def is_named(self, name: str) -> bool:
-        return name in (self.name, str(self.pid or self.name), self.status.run_id)
+        return name in (self.name, str(self.pid or self.name), self.known().run_id)
 
     def row(self, *, answers: bool = False) -> dict[str, object]:
         """Return what the list says of the run."""
-        status = self.status
+        status = self.known()
         names = "run_id entrypoint node phase attempt restarts started_at"
         return {
             **{name: getattr(status, name) for name in names.split()},
@@ -114,7 +104,7 @@ class _RecordedRun(_ShownRun):
         self.ended_at, self.exit_code = record.until, record.exit_code
         self._record = record
 
-    def _known(self) -> JobStatus:
+    def _last(self) -> JobStatus:
         return self._record
 
     async def load(self) -> None:
@@ -134,22 +124,20 @@ class _FollowedRun(_ShownRun):
         name = os.path.basename(path).removesuffix(SOCKET_SUFFIX)
         pid = name.partition("-")[0]
         super().__init__(name, int(pid) if pid.isdecimal() else None)
-        self._path = path
-        self._client: JobClient | None = None
+        self._socket = RunningJob(path, self.pid or 0, None)
 
     async def follow(self, on_change: Callable[[], None]) -> None:
         """Take in the events up to the end of the job, or of its launcher."""
-        phase = ""
+        client, phase = JobClient(self._socket, timeout=_FOREVER), ""
         try:
-            client = JobClient((await self._connected()).job, timeout=_FOREVER)
-            async with aclosing(client.events(follow=True)) as events:  # type: ignore[type-var]
+            async with aclosing(client.events(follow=True)) as events:
                 async for event in events:
                     self.view.add(event)
                     if event.seq % _TURN == 0:
                         await asyncio.sleep(0)
                     if isinstance(event, JobFinished):
                         self.exit_code = event.exit_code
-                    if (present := self.status.phase) != phase:
+                    if (present := self.known().phase) != phase:
                         phase = present
                         on_change()
         except ControlError:
@@ -162,28 +150,17 @@ class _FollowedRun(_ShownRun):
 
     async def ask(self, *, usage: bool = True, makes_files: bool = False) -> JobStatus:
         if self.ended_at is not None:
-            return self.status
-        client = await self._connected()
-        if client.job.status is None:
-            raise AgentUnreachable("the launcher does not answer: it is suspended, or very busy")
+            return self.known()
+        client = JobClient(self._socket, timeout=ANSWER_S)
         return await client.status(usage=usage, makes_files=makes_files)
-
-    async def _connected(self) -> JobClient:
-        """Return a client that knows, if it can, whether the pids are those of this namespace."""
-        if self._client is None or self._client.job.status is None:
-            async with connect(self._path, timeout=ANSWER_S) as client:
-                self._client = client
-        return self._client
 
 
 class HostJobs:
     """The jobs of this user on this host: an async context manager."""
 
     def __init__(self) -> None:
-        self.changed = Notifier()
-        self.changes = 0
-        """How often the list has changed."""
-        self.is_closed = False
+        self.changes: EventHistory[int] = EventHistory(1, lambda _, following: following)
+        """A number for each change of the list."""
         self._runs: dict[str, _FollowedRun] = {}  # by socket, the latest last; also ended ones
         self._recorded: list[_RecordedRun] = []  # the latest first
         self._loaded: dict[str, _RecordedRun] = {}  # some of them, with their events
@@ -196,22 +173,21 @@ class HostJobs:
     def __repr__(self) -> str:
         return f"<HostJobs: {len(self._runs)} runs>"
 
-    async def __aenter__(self) -> HostJobs:
+    def open(self) -> None:
+        """Follow the jobs that there are, and those that come."""
         events = _IN_MOVED_TO | _IN_MOVE_SELF | _IN_DELETE_SELF
         self._watcher = InotifyWatcher(self._on_events, events, polls=False)
         self._look()
-        return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def aclose(self) -> None:
         """Follow no job any more, and end the streams of all pages."""
-        self.is_closed = True
         if self._watcher is not None:
             self._watcher.close()
         if self._timer is not None:
             self._timer.cancel()
         for run in self._runs.values():
             run.view.close()
-        self._notify()
+        self.changes.close()
         await cancel_and_wait(self._tasks)
 
     # ------------------------------------------------------------ which jobs there are
@@ -240,7 +216,7 @@ class HostJobs:
 
     async def _follow(self, path: str) -> None:
         await self._runs[path].follow(self._notify)
-        if self._runs[path].status.started_at is None:
+        if self._runs[path].known().started_at is None:
             del self._runs[path]  # no job was there
         ended = [path for path, run in self._runs.items() if run.ended_at is not None]
         for path in ended[:-ENDED_MAX]:
@@ -252,8 +228,7 @@ class HostJobs:
         return [*{run.identity: run for run in self._runs.values()}.values()][::-1]
 
     def _notify(self) -> None:
-        self.changes += 1
-        self.changed.notify_all()
+        self.changes.append(self.changes.count)
 
     def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = create_task(work)
@@ -285,7 +260,7 @@ class HostJobs:
         """Return each running job with its labels, and None for a launcher without an answer."""
         found = await self._ask_all(ANSWER_S, usage=True)
         return [
-            ({"run_id": run.status.run_id, "pid": str(run.pid)}, status)
+            ({"run_id": run.known().run_id, "pid": str(run.pid)}, status)
             for run, status in found.items()
         ]
 
@@ -343,16 +318,13 @@ class JobsServer(AppServer):
 
     async def __aenter__(self) -> JobsServer:
         await JOBS_PAGE.load()
-        await self.jobs.__aenter__()
-        try:
-            return await super().__aenter__()
-        except BaseException:  # a cancellation too
-            await self.jobs.__aexit__()
-            raise
+        await super().__aenter__()
+        self.jobs.open()
+        return self
 
     async def __aexit__(self, *_: object) -> None:
         try:
-            await self.jobs.__aexit__()
+            await self.jobs.aclose()
         finally:
             await super().__aexit__()
 
@@ -363,21 +335,12 @@ class JobsServer(AppServer):
         return answer(format_metrics(await self.jobs.measure(), time.time()), 200, CONTENT_TYPE)
 
     async def _list(self, _: Request) -> Response:
-        rows = jsonable(to_builtins(await self.jobs.rows()))
-        return answer(encode({"jobs": rows}), 200, "application/json")
+        return answer(encode({"jobs": await self.jobs.rows()}), 200, "application/json")
 
     async def _changes(self, request: Request) -> Response:
-        return stream_of(self._messages(), request)
-
-    async def _messages(self) -> AsyncIterator[bytes]:
-        """Yield a message at each change of the list."""
-        yield b"retry: 2000\n\n"
-        while not self.jobs.is_closed:
-            shown = self.jobs.changes
-            yield b"data: %d\n\n" % shown
-            while self.jobs.changes == shown:
-                if not await self.jobs.changed.wait(self._keep_alive):
-                    yield b":\n\n"
+        changes = self.jobs.changes
+        latest = changes.read(changes.count - 1)  # so that a client looks at once
+        return stream_of(latest, lambda number: b"data: %d\n\n" % number, self._keep_alive, request)
 
     async def _redirect(self, request: Request) -> Response:
         return answer(b"", 307, Location=quote(request.path_params["name"], safe="") + "/")

@@ -30,7 +30,7 @@ _EVENTS_KEPT: Final = 10_000
 class AppServer:
     """Serves an app at an address, within limits: an async context manager."""
 
-    def __init__(self, address: str, *, patience: float, keep_alive: float) -> None:
+    def __init__(self, address: str, *, patience: float = 5.0, keep_alive: float = 15.0) -> None:
         self._given = address
         self._host, self._port = parse_host_port("address", address, at_least=0)
         if find_spec("starlette") is None or find_spec("hypercorn") is None:

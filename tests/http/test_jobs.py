@@ -37,8 +37,7 @@ pytestmark = pytest.mark.both_loops
 
 
 @pytest.fixture(autouse=True)
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+def directory() -> Iterator[Path]:
     with own_control_dir() as path:
         yield path
 
@@ -338,7 +337,7 @@ async def test_runs_that_ended_before(tmp_path: Path) -> None:
         assert (await client.get("/jobs/past/status")).json()["phase"] == "failed"
         assert (await client.get("/jobs/past/logs/0/stderr")).text == "<b>no</b>\n"
         shutil.rmtree(tmp_path / "logs")
-        shutil.rmtree(tmp_path / "state")
+        shutil.rmtree(f"{os.environ['XDG_STATE_HOME']}/elastic_aio")
         assert await client.jobs() == []
 
 
