@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Final
 
 from msgspec import Struct
@@ -26,10 +27,18 @@ _ESCAPES: Final = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
 class _Family(Struct, frozen=True):
-    name: str
     kind: str
+    name: str
     text: str
-    samples: _Samples
+    values: _Samples | float
+
+    @property
+    def samples(self) -> _Samples:
+        return [({}, self.values)] if isinstance(self.values, int | float) else self.values
+
+
+_gauge = partial(_Family, "gauge")
+_counter = partial(_Family, "counter")
 
 
 def format_metrics(jobs: Sequence[tuple[Mapping[str, str], JobStatus | None]], now: float) -> str:
@@ -38,17 +47,20 @@ def format_metrics(jobs: Sequence[tuple[Mapping[str, str], JobStatus | None]], n
     A job has the labels of all of its samples, and None if it does not answer; the only job of a
     server has no labels.
     """
-    families = [_info("build", "Version of the launcher.", [({"version": __version__}, 1)])]
+    families = [
+        _Family("info", "build", "Version of the launcher.", [({"version": __version__}, 1)])
+    ]
     if any(labels for labels, _ in jobs):
         answers = [(labels, int(job is not None)) for labels, job in jobs]
         families.append(_gauge("up", "Whether the launcher of a job answers.", answers))
-    samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
+    merged = {family.name: family for family in families}
     for labels, job in jobs:
         for family in () if job is None else _families(job, now):
-            if family.name not in samples:
-                families.append(replace(family, samples=samples.setdefault(family.name, [])))
-            samples[family.name] += [({**labels, **own}, value) for own, value in family.samples]
-    return "\n".join([*(line for family in families for line in _lines(family)), "# EOF", ""])
+            before = merged[family.name].samples if family.name in merged else ()
+            own = [({**labels, **ours}, value) for ours, value in family.samples]
+            merged[family.name] = replace(family, values=[*before, *own])
+    lines = [line for family in merged.values() for line in _lines(family)]
+    return "\n".join([*lines, "# EOF", ""])
 
 
 def _families(job: JobStatus, now: float) -> list[_Family]:
@@ -59,8 +71,8 @@ def _families(job: JobStatus, now: float) -> list[_Family]:
     counts = [({"state": state}, states.count(state)) for state in WORKER_STATES]
     changes, spent = job.membership_changes, job.goodput
     return [
-        _info("job", "The job and its node.", [(identity, 1)]),
-        _family("phase", "stateset", "What the job on this node is doing.", phases),
+        _Family("info", "job", "The job and its node.", [(identity, 1)]),
+        _Family("stateset", "phase", "What the job on this node is doing.", phases),
         _gauge("workers", "Workers of this node in the latest attempt, by state.", counts),
         _gauge("attempt", "Number of the latest attempt.", job.attempt),
         _gauge("round", "Number of the rendezvous round, -1 before.", job.round),
@@ -112,24 +124,6 @@ def _workers(workers: Sequence[WorkerStatus], now: float) -> list[_Family]:
         ),
         _gauge("worker_step", "Number of the last step of a worker.", steps),
     ]
-
-
-def _info(name: str, text: str, samples: _Samples) -> _Family:
-    return _family(name, "info", text, samples)
-
-
-def _gauge(name: str, text: str, samples: _Samples | float) -> _Family:
-    return _family(name, "gauge", text, samples)
-
-
-def _counter(name: str, text: str, samples: _Samples | float) -> _Family:
-    return _family(name, "counter", text, samples)
-
-
-def _family(name: str, kind: str, text: str, samples: _Samples | float) -> _Family:
-    if isinstance(samples, int | float):
-        samples = [({}, samples)]
-    return _Family(name, kind, text, samples)
 
 
 def _lines(family: _Family) -> list[str]:
