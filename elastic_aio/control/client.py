@@ -22,6 +22,7 @@ from collections.abc import (
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from signal import SIGKILL, pidfd_send_signal
 from typing import Any, Final, TypeVar
+from weakref import WeakSet
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -154,17 +155,16 @@ class Channel:
                 raise PermissionError(f"{path} is another user's")
             # A fork of the agent may hold the other end open.
             self._agent = open_peer(self._socket, path)
-            undo.pop_all()
+            if self._agent >= 0:
+                undo.callback(os.close, self._agent)
+            self._resources = undo.pop_all()
 
     def __enter__(self) -> Channel:
         return self
 
     def __exit__(self, *_: object) -> None:
         """Give up what was not answered.  Idempotent."""
-        self._socket.close()
-        agent, self._agent = self._agent, -1
-        if agent >= 0:
-            os.close(agent)
+        self._resources.close()
 
     def give_up(self) -> None:
         """End the connection for both sides; a `receive` that waits returns None."""
@@ -260,7 +260,7 @@ class JobClient:
         """Prepare; nothing is sent.  The agent has `timeout` seconds to read each request."""
         self.job = job
         self._timeout = timeout
-        self._channels: set[Channel] = set()
+        self._channels: WeakSet[Channel] = WeakSet()
 
     def __repr__(self) -> str:
         return f"<JobClient of {self.job}>"
@@ -369,10 +369,7 @@ class JobClient:
         try:
             with Channel(self.job.path, self._wait) as channel:
                 self._channels.add(channel)
-                try:
-                    yield channel
-                finally:
-                    self._channels.discard(channel)
+                yield channel
         except FileNotFoundError as error:
             raise JobNotFound("the job has ended: its control socket is gone") from error
         except OSError as error:
@@ -448,12 +445,10 @@ async def connect(
     Raises:
         JobNotFound: there is no such job, or there are several.
     """
-    if isinstance(job, str) and job.endswith(SOCKET_SUFFIX):
-        jobs = await _look([job], timeout, wait_in_loop)
-        found = choose(jobs, None)
-    else:
-        jobs = await list_jobs(min(timeout, _PATIENCE_S))
-        found = choose(jobs, None if job is None else str(job))
+    is_path = isinstance(job, str) and job.endswith(SOCKET_SUFFIX)
+    paths = [str(job)] if is_path else socket_paths(directories())
+    jobs = await _look(paths, min(timeout, _PATIENCE_S), wait_in_loop)
+    found = choose(jobs, None if job is None or is_path else str(job))
     client = JobClient(found, timeout=timeout)
     try:
         yield client
@@ -467,12 +462,12 @@ async def list_jobs(patience: float = _PATIENCE_S) -> list[RunningJob]:
     Sockets of launchers that were killed are removed.  All agents together have `patience` seconds
     to answer: one may be suspended.
     """
-    return await _look(_paths(), patience, wait_in_loop)
+    return await _look(socket_paths(directories()), patience, wait_in_loop)
 
 
 def find_jobs(patience: float = _PATIENCE_S) -> list[RunningJob]:
     """Return what `list_jobs` returns, in a program without an event loop."""
-    return run_blocking(_look(_paths(), patience, wait_blocking))
+    return run_blocking(_look(socket_paths(directories()), patience, wait_blocking))
 
 
 async def _look(paths: Sequence[str], patience: float, wait: Wait) -> list[RunningJob]:
@@ -482,7 +477,8 @@ async def _look(paths: Sequence[str], patience: float, wait: Wait) -> list[Runni
             try:
                 channel = stack.enter_context(Channel(path, wait))
             except ConnectionRefusedError:
-                _remove(path)
+                with suppress(OSError):
+                    os.unlink(path)
             except BlockingIOError:
                 channels.append((path, None))
             except OSError:
@@ -513,15 +509,6 @@ async def _read_job(path: str, channel: Channel | None, deadline: float) -> Runn
     return RunningJob(path, agent, reply.status, is_local=channel.pid == agent)
 
 
-def _remove(path: str) -> None:
-    with suppress(OSError):
-        os.unlink(path)
-
-
-def _paths() -> list[str]:
-    return [path for directory in directories() for path in socket_paths(directory)]
-
-
 def choose(jobs: Sequence[RunningJob], name: str | None) -> RunningJob:
     """Return the job of this name, or the only job, or raise JobNotFound."""
     found = matches(jobs, name)
@@ -546,17 +533,11 @@ def matches(jobs: Sequence[RunningJob], name: str | None) -> list[RunningJob]:
         return list(jobs)
     if not name:
         return []
-    exact = [job for job in jobs if str(job.pid) == name or _run_id(job) == name]
-    if exact:
-        return exact
-    named = [job for job in jobs if name in _names(job)]
-    return named or [job for job in jobs if _run_id(job).startswith(name)]
+    exact = [job for job in jobs if name in (str(job.pid), _run_id(job))]
+    programs = [(job, job.status.entrypoint) for job in jobs if job.status is not None]
+    named = [job for job, path in programs if name in (path, os.path.basename(path))]
+    return exact or named or [job for job in jobs if _run_id(job).startswith(name)]
 
 
 def _run_id(job: RunningJob) -> str:
     return "" if job.status is None else job.status.run_id
-
-
-def _names(job: RunningJob) -> set[str]:
-    entrypoint = "" if job.status is None else job.status.entrypoint
-    return {entrypoint, os.path.basename(entrypoint)} - {""}

@@ -34,7 +34,7 @@ from elastic_aio.control.protocol import (
     decode_request,
     encode,
 )
-from elastic_aio.control.sockets import describe_peer
+from elastic_aio.control.sockets import describe_peer, has_event
 from elastic_aio.errors import ControlError, SpecError
 from elastic_aio.event_json import event_to_json
 from elastic_aio.events import Event, JobFinished, SignalForwarded
@@ -108,8 +108,8 @@ async def serve(connection: socket.socket, job: ControlledJob) -> None:
             except ControlError as error:
                 await send(ErrorReply(str(error)))
                 return
-        if _has_hung_up(connection):
-            return  # it has given up: this process was suspended, or busy
+        if has_event(connection.fileno()):
+            return  # it has hung up: this process was suspended, or busy
         answering = create_task(_answer(job, request, client, send), name="answer")
         ending = create_task(_hang_up(reader, connection), name="end of a control connection")
         try:
@@ -125,19 +125,10 @@ async def serve(connection: socket.socket, job: ControlledJob) -> None:
         writer.close() if is_answered else writer.transport.abort()
 
 
-def _has_hung_up(connection: socket.socket) -> bool:
-    """Whether the client has closed the connection; the end of its request alone is none."""
-    poll = select.poll()
-    poll.register(connection.fileno(), 0)
-    return bool(poll.poll(0))
-
-
 async def _hang_up(reader: asyncio.StreamReader, connection: socket.socket) -> None:
     """Wait until the client has closed the connection."""
     while await reader.read(REQUEST_MAX):
         pass
-    if _has_hung_up(connection):
-        return
     # It sends no more, and still reads, as `nc -N` does.  The loop cannot wait for a hang-up
     # alone, which epoll always reports (epoll_ctl(2)).
     with select.epoll() as hang_up:

@@ -17,6 +17,7 @@ import socket
 import stat
 import struct
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 
 from elastic_aio.process import proc
@@ -77,13 +78,15 @@ def directories(*, makes: bool = False) -> list[str]:
     return [path for path in dict.fromkeys(candidates) if _is_ours(path)]
 
 
-def socket_paths(directory: str) -> list[str]:
-    """Return the paths of the sockets in a directory."""
-    with suppress(OSError):
-        names = sorted(os.listdir(directory))
-        found = (name for name in names if name.endswith(SOCKET_SUFFIX) and name[0] != ".")
-        return [os.path.join(directory, name) for name in found]
-    return []
+def socket_paths(among: Iterable[str]) -> list[str]:
+    """Return the paths of the sockets in some directories."""
+    paths: list[str] = []
+    for directory in among:
+        with suppress(OSError):
+            names = sorted(os.listdir(directory))
+            found = (name for name in names if name.endswith(SOCKET_SUFFIX) and name[0] != ".")
+            paths += [os.path.join(directory, name) for name in found]
+    return paths
 
 
 def _fallback() -> str:
@@ -149,10 +152,13 @@ def _open_by_pid(pid: int, path: str) -> int | None:
 
 def has_ended(pidfd: int) -> bool:
     """Whether the process of a pidfd is known to have ended."""
-    if pidfd < 0:
-        return False
+    return pidfd >= 0 and has_event(pidfd, select.POLLIN)
+
+
+def has_event(descriptor: int, events: int = 0) -> bool:
+    """Whether a descriptor has one of some events of poll(2) now, of which a hang-up is always."""
     poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
+    poll.register(descriptor, events)
     return bool(poll.poll(0))
 
 

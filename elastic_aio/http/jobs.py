@@ -202,17 +202,18 @@ class HostJobs:
         """Watch the directories, and follow the jobs that are new there."""
         assert self._watcher is not None
         self._timer = None
-        for directory in directories(makes=True):
+        found = directories(makes=True)
+        for directory in found:
             token, watched = self._watched.get(directory, (len(self._watched), 0))
             with suppress(OSError):
                 if (inode := os.stat(directory).st_ino) != watched:
                     self._watcher.remove(token)
                     self._watcher.add(directory, token)
                     self._watched[directory] = token, inode
-            for path in socket_paths(directory):
-                if path not in self._runs:  # the name of a socket is never used twice
-                    self._runs[path] = _FollowedRun(path)
-                    self._start(self._follow(path))
+        for path in socket_paths(found):
+            if path not in self._runs:  # the name of a socket is never used twice
+                self._runs[path] = _FollowedRun(path)
+                self._start(self._follow(path))
 
     async def _follow(self, path: str) -> None:
         await self._runs[path].follow(self._notify)
