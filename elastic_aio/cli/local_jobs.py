@@ -11,9 +11,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -33,7 +32,6 @@ from elastic_aio.cli.status_text import (
 from elastic_aio.control.client import (
     NO_JOB,
     CommandClient,
-    JobClient,
     RunningJob,
     choose,
     find_jobs,
@@ -63,8 +61,6 @@ EXIT_CODES: Final = "Exit codes: 0 success, 1 the job does not answer, 2 no such
 
 Command = Callable[[Sequence[str]], int]
 """A sub-command: a function of its arguments that returns the exit code."""
-
-R = TypeVar("R")
 
 
 class JobError(Exception):
@@ -175,11 +171,6 @@ def choose_job_to_change(name: str | None) -> RunningJob:
     return job
 
 
-def ask_job(job: RunningJob, ask: Callable[[JobClient], Coroutine[Any, Any, R]]) -> R:
-    """Return what a request returns, or raise ControlError."""
-    return run_blocking(ask(CommandClient(job)))
-
-
 # ------------------------------------------------------------------ the commands
 
 
@@ -220,7 +211,7 @@ def main_status(argv: Sequence[str]) -> int:
     job = choose_run(arguments.job)
     status: JobStatus
     if isinstance(job, RunningJob):
-        status, now = ask_job(job, JobClient.status), time.time()
+        status, now = run_blocking(CommandClient(job).status()), time.time()
         head = head_lines(status, now)
     else:
         from elastic_aio.cli.finished_jobs import run_lines
@@ -264,17 +255,12 @@ def main_stop(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     number = None if arguments.signal is None else _signal_number("--signal", arguments.signal)
     job = choose_job_to_change(arguments.job)
-    stop = partial(
-        JobClient.stop,
-        reason=arguments.reason,
-        signal=number,
-        kill=arguments.kill,
-        wait=not arguments.no_wait,
-    )
+    client, kill = CommandClient(job), arguments.kill
+    stop = client.stop(arguments.reason, signal=number, kill=kill, wait=not arguments.no_wait)
     try:
-        end = ask_job(job, stop)
+        end = run_blocking(stop)
     except ControlError as error:
-        if not arguments.kill or not ask_job(job, JobClient.kill_launcher):
+        if not kill or not run_blocking(client.kill_launcher()):
             raise
         print(f"job {job} killed: {error}, so its launcher got SIGKILL and its guardian ended it")
         return 0
@@ -294,9 +280,10 @@ def main_restart(argv: Sequence[str]) -> int:
     parser.add_argument("--reason", default="", metavar="TEXT", help="for the events")
     arguments = parser.parse_args(argv)
     job = choose_job_to_change(arguments.job)
-    if not ask_job(job, partial(JobClient.restart, reason=arguments.reason)):
+    client = CommandClient(job)
+    if not run_blocking(client.restart(arguments.reason)):
         raise JobError("the job has ended without another attempt")
-    print(f"job {job} restarted: attempt {ask_job(job, JobClient.status).attempt} runs")
+    print(f"job {job} restarted: attempt {run_blocking(client.status()).attempt} runs")
     return 0
 
 
@@ -316,8 +303,7 @@ def main_preempt(argv: Sequence[str]) -> int:
     parser.add_argument("--reason", default="", metavar="TEXT", help="for the events")
     arguments = parser.parse_args(argv)
     job = choose_job_to_change(arguments.job)
-    preempt = partial(JobClient.preempt, seconds=arguments.deadline, reason=arguments.reason)
-    is_first = ask_job(job, preempt)
+    is_first = run_blocking(CommandClient(job).preempt(arguments.deadline, arguments.reason))
     had = "the workers have notice of a preemption" if is_first else "it has had a notice before"
     print(f"job {job}: {had}")
     return 0
@@ -329,7 +315,7 @@ def main_dump(argv: Sequence[str]) -> int:
     parser.add_argument("--reason", default="", metavar="TEXT", help="for the text and the events")
     arguments = parser.parse_args(argv)
     job = choose_job(arguments.job)
-    reply = ask_job(job, partial(JobClient.dump, reason=arguments.reason))
+    reply = run_blocking(CommandClient(job).dump(arguments.reason))
     print(reply.text.rstrip())
     if reply.path is not None:
         print(f"also in {reply.path}")
@@ -361,7 +347,7 @@ def main_signal(argv: Sequence[str]) -> int:
             known = format_ranks(running) or "none"
             problem = f"must be the rank of a running worker of this node: {known}"
             raise invalid_value("--rank", problem, arguments.rank)
-    reply = ask_job(job, partial(JobClient.signal, signal=number, rank=rank))
+    reply = run_blocking(CommandClient(job).signal(number, rank))
     sent, workers = signal_name(number), counted(len(reply.pids), "worker")
     print(f"job {job}: {sent} sent to {workers}", flush=True)
     if reply.unhandled and number != signal.SIGKILL:
@@ -387,7 +373,7 @@ def main_wait(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     job = choose_job(arguments.job)
     try:
-        reply = ask_job(job, partial(JobClient.wait, timeout=arguments.timeout))
+        reply = run_blocking(CommandClient(job).wait(arguments.timeout))
     except TimeoutError:
         return 124  # as timeout(1)
     print(_ended(job, reply))

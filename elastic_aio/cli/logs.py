@@ -14,8 +14,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from elastic_aio.aio import cancel_and_wait, create_task
-from elastic_aio.cli.local_jobs import JobError, ask_job, choose_run, command, job_parser
-from elastic_aio.control.client import JobClient, RunningJob, find_jobs, matches
+from elastic_aio.cli.local_jobs import JobError, choose_run, command, job_parser
+from elastic_aio.control.client import (
+    CommandClient,
+    JobClient,
+    RunningJob,
+    find_jobs,
+    matches,
+    run_blocking,
+)
 from elastic_aio.errors import JobNotFound
 from elastic_aio.events import WorkerStarted
 from elastic_aio.launcher import run_coroutine
@@ -55,7 +62,7 @@ def main_logs(argv: Sequence[str]) -> int:
     job, rank = _job_and_rank(arguments)
     status: JobStatus
     if isinstance(job, RunningJob):
-        status = ask_job(job, partial(JobClient.status, usage=False, makes_files=True))
+        status = run_blocking(CommandClient(job).status(usage=False, makes_files=True))
     else:
         status = job
     ranks = {worker.rank for worker in status.workers}

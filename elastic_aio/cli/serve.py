@@ -10,20 +10,17 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 
-from elastic_aio.cli.options import print_error
+from elastic_aio.cli.local_jobs import command
 from elastic_aio.cli.parser import OptionParser
-from elastic_aio.errors import HostError, SpecError
+from elastic_aio.errors import SpecError
 from elastic_aio.http.server import AppServer
 from elastic_aio.launcher import run_coroutine
 from elastic_aio.signals import ReceivedSignals
-from elastic_aio.spec.checks import UsageError, invalid_value
+from elastic_aio.spec.checks import invalid_value
 
 
+@command("serve")
 def main_serve(argv: Sequence[str]) -> int:
-    """Run `aio-elastic serve`; return the exit code.
-
-    0: a signal has stopped it.  2: the arguments are invalid, or it cannot start; a line says why.
-    """
     parser = OptionParser(
         prog="aio-elastic serve",
         description="Show all jobs of this user on this host at one port: a list, and for each job"
@@ -36,13 +33,11 @@ def main_serve(argv: Sequence[str]) -> int:
         metavar="HOST:PORT",
         help="address to listen at; port 0 takes a free one (default localhost:9000)",
     )
+    arguments = parser.parse_args(argv)
     try:
-        arguments = parser.parse_args(argv)
         return run_coroutine(lambda: _serve(arguments.http))
     except SpecError as error:
-        return print_error("serve", str(invalid_value("--http", error.problem, error.value)), 2)
-    except (UsageError, HostError) as error:
-        return print_error("serve", str(error), 2)
+        raise invalid_value("--http", error.problem, error.value) from None
 
 
 async def _serve(address: str) -> int:

@@ -10,7 +10,6 @@ other user can enter it.
 
 from __future__ import annotations
 
-import errno
 import os
 import select
 import socket
@@ -126,28 +125,26 @@ def open_peer(connection: socket.socket, path: str) -> int:
     Raises:
         ConnectionRefusedError: it has ended, but its forks hold the socket open.
     """
-    descriptor: int | None
     try:
         descriptor = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError:
         descriptor = _open_by_pid(peer_of(connection)[0], path)
-    if descriptor is None or has_ended(descriptor):
-        if descriptor is not None:
-            os.close(descriptor)
-        raise ConnectionRefusedError(errno.ECONNREFUSED, "the launcher has ended")
+    if has_ended(descriptor):
+        os.close(descriptor)
+        raise ConnectionRefusedError("the launcher has ended")
     return descriptor
 
 
-def _open_by_pid(pid: int, path: str) -> int | None:
-    """Return a pidfd, None if the process is gone: its pid may have been used again."""
+def _open_by_pid(pid: int, path: str) -> int:
+    """Return what `open_peer` does, of a process whose pid may have been used again."""
     if not pid or proc.is_foreign():
         return -1
-    process = proc.read_process(pid)
-    if process is None:
-        return None
-    age = (proc.ticks_now() - process.start) / os.sysconf("SC_CLK_TCK")
-    is_younger = age + _CLOCK_S < time.time() - os.lstat(path).st_mtime
-    return None if is_younger else proc.open_pidfd(process)
+    if (process := proc.read_process(pid)) is not None:
+        age = (proc.ticks_now() - process.start) / os.sysconf("SC_CLK_TCK")
+        is_younger = age + _CLOCK_S < time.time() - os.lstat(path).st_mtime
+        if not is_younger and (pidfd := proc.open_pidfd(process)) is not None:
+            return pidfd
+    raise ConnectionRefusedError("the launcher has ended")
 
 
 def has_ended(pidfd: int) -> bool:

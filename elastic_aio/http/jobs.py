@@ -107,13 +107,11 @@ class _RecordedRun(_ShownRun):
     def _last(self) -> JobStatus:
         return self._record
 
-    async def load(self) -> None:
-        """Read the events, which may be gone."""
+    def load(self) -> None:
+        """Read the events, which may be gone; called in a thread."""
         with suppress(ValueError):
-            for number, event in enumerate(await run_in_thread(self._record.events, daemon=True)):
+            for event in self._record.events():
                 self.view.add(event)
-                if number % _TURN == 0:
-                    await asyncio.sleep(0)
         self.view.close()
 
 
@@ -290,7 +288,7 @@ class HostJobs:
         for recorded in self._recorded:
             if recorded.is_named(name):
                 if recorded.name not in self._loaded:
-                    await recorded.load()
+                    await run_in_thread(recorded.load, daemon=True)
                     self._loaded = dict([*self._loaded.items()][1 - ENDED_MAX :])
                     self._loaded[recorded.name] = recorded
                 return self._loaded[recorded.name]
@@ -301,7 +299,6 @@ class JobsServer(AppServer):
     """Serves the pages of all jobs of this user on this host: an async context manager."""
 
     def __init__(self, address: str, *, patience: float = 5.0, keep_alive: float = 15.0) -> None:
-        """Prepare a server, with the arguments of `StatusServer`."""
         super().__init__(address, patience=patience, keep_alive=keep_alive)
         self.jobs = HostJobs()
 

@@ -23,7 +23,7 @@ from elastic_aio.cli import events, local_jobs, logs, main, top, why
 from elastic_aio.cli.local_jobs import JobError, choose_job
 from elastic_aio.cli.status_text import JOB_COLUMNS, head_lines, job_row
 from elastic_aio.control.client import CommandClient, RunningJob, find_jobs, matches
-from elastic_aio.control.protocol import EndReply, Reply
+from elastic_aio.control.protocol import EndReply
 from elastic_aio.outcome import JobState
 from elastic_aio.spec.checks import UsageError
 from elastic_aio.spec.restart import UNLIMITED
@@ -184,7 +184,11 @@ def test_a_stop_of_one_node_is_no_end_of_the_job(
     """The other nodes go on."""
     status = JobStatus(run_id="abc1", node="near", group_world_size=nodes)
     monkeypatch.setattr(local_jobs, "find_jobs", lambda: [RunningJob("/7", 7, status)])
-    monkeypatch.setattr(local_jobs, "ask_job", lambda *_: EndReply(state, "enough", 143))
+
+    async def stop(*_: object, **__: object) -> EndReply:
+        return EndReply(state, "enough", 143)
+
+    monkeypatch.setattr(CommandClient, "stop", stop)
     assert ask("stop", "abc1") == f"{ended}, exit code 143: enough\n"
 
 
@@ -214,12 +218,12 @@ def test_a_script_names_the_job(argv: list[str], monkeypatch: pytest.MonkeyPatch
     """At a terminal the only job is meant."""
     asked = []
 
-    def ask_job(job: RunningJob, _: object) -> Reply:
+    def client_of(job: RunningJob) -> CommandClient:
         asked.append(job.pid)
         raise JobError("it was asked")
 
     monkeypatch.setattr(local_jobs, "find_jobs", lambda: JOBS[:1])
-    monkeypatch.setattr(local_jobs, "ask_job", ask_job)
+    monkeypatch.setattr(local_jobs, "CommandClient", client_of)
     problem = "JOB: must be given where standard input or output is no terminal; abc1 (pid 7)"
     assert problem in ask(*argv, code=2)
     for stream in (sys.stdin, sys.stdout):
