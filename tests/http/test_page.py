@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.children import until_sync
 from tests.support.cli import CLI, running, running_cli
 from tests.support.control import own_control_dir
 
@@ -158,9 +157,7 @@ def test_a_failed_job_says_why(page: Any, script: Path, tmp_path: Path) -> None:
         end = re.compile(r"^The job has failed: exit code 1, after .* s: \S")
         expect(page.locator("#end.failed")).to_have_text(end)
         expect(page.locator("#why")).to_contain_text("the job ended: failed, exit code 1")
-        page.fill("#filter", "JobFinished")
-        expect(page.locator("#events details")).to_have_count(1)
-        page.locator("#events summary").press("Enter")
+        page.locator("#events summary >> nth=-1").press("Enter")
         raw = json.loads(page.locator("#events pre").inner_text())
         assert (raw["event"], raw["state"], raw["exit_code"]) == ("JobFinished", "failed", 1)
         assert "sentence" not in raw
@@ -190,14 +187,13 @@ def test_a_long_job_is_cheap_and_fits_a_phone(page: Any) -> None:
         end = "The job has failed: exit code 3, after 9 s: <i>no</i> more"
         expect(page.locator("#end")).to_have_text(end, timeout=60_000)
         expect(page.locator("#attempts tr")).to_have_count(100)
-        expect(page.locator("#count")).to_have_text("the last 200 of 9801")
-        assert page.locator("#events details").count() == 200
+        expect(page.locator("#events details")).to_have_count(200)
         assert page.evaluate("document.querySelectorAll('*').length") < 3000
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         spent = page.evaluate("fetch('status').then(one => one.json()).then(one => one.goodput)")
-        shown = page.evaluate("spent().total")
         assert spent == {"productive": 2450.0, "restarting": 4801.5, "waiting": 48.0}
-        assert (shown["running"], shown["waiting"]) == (spent["productive"], spent["waiting"])
+        shown = page.evaluate("[...spent().values()]")
+        assert sum(one["productive"] for one in shown) == spent["productive"]
         dark = page.evaluate("getComputedStyle(document.body).color")
         page.emulate_media(color_scheme="light")
         assert page.evaluate("getComputedStyle(document.body).color") != dark
@@ -208,8 +204,6 @@ def test_a_long_job_is_cheap_and_fits_a_phone(page: Any) -> None:
         expect(page.locator("#pointed")).to_have_text(
             re.compile(r"^attempt 98: rank 1 \(pid 3\): ")
         )
-        page.check("#warnings")
-        until_sync(lambda: page.locator("#events summary:not(.warning)").count() == 0, "warnings")
         assert server.process.stdin is not None
         server.process.stdin.close()
         assert server.wait() == 0
@@ -242,8 +236,7 @@ def test_the_list_of_all_jobs(page: Any, script: Path, tmp_path: Path) -> None:
             hide(page, is_hidden=False)
             expect(page.locator("#attempts tr")).to_have_count(2)
             page.wait_for_selector("#phase.running")
-            numbers = page.evaluate("events.map(one => one.raw.seq)")
-            assert numbers == [*range(len(numbers))]
+            expect(page.locator("#events details")).to_have_count(page.evaluate("job.seq + 1"))
             page.click("#all a")
             expect(page.locator("#running a")).to_have_count(1)
             job.send(signal.SIGTERM)
