@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.children import until_sync
 from tests.support.cli import CLI, running, running_cli
 from tests.support.control import own_control_dir
+from tests.support.leaks import leaked_processes
 
 CHROMIUM = shutil.which("chromium")
 WORKER = """
@@ -174,6 +176,8 @@ def test_a_launcher_that_was_killed(page: Any, script: Path, tmp_path: Path) -> 
         expect(page.locator("#connection")).to_have_text(re.compile("^no answer of the launcher"))
         expect(page.locator("#phase")).to_have_text("running?")
         job.wait()
+        guardian = "guardian_main"  # which ends the workers first
+        until_sync(lambda: guardian not in str(leaked_processes()), "the end of the guardian")
 
 
 def test_a_long_job_is_cheap_and_fits_a_phone(page: Any) -> None:
