@@ -302,6 +302,23 @@ async def wait_forever() -> Never:
     raise AssertionError
 
 
+async def wait_readable(descriptors: Iterable[int], timeout: float | None = None) -> None:
+    """Wait until a descriptor is readable; raise TimeoutError after `timeout` seconds.
+
+    Other errors say that the loop cannot watch one of them.
+    """
+    loop, is_readable = asyncio.get_running_loop(), asyncio.Event()
+    with contextlib.ExitStack() as stack:
+        for descriptor in descriptors:
+            loop.add_reader(descriptor, is_readable.set)
+            stack.callback(loop.remove_reader, descriptor)
+        try:
+            async with asyncio.timeout(timeout):
+                await is_readable.wait()
+        except TimeoutError:
+            raise TimeoutError("timed out") from None
+
+
 class Notifier:
     """Wakes the tasks of one loop that wait for a change of some state.
 

@@ -88,20 +88,9 @@ async def wait_blocking(descriptors: Sequence[int], timeout: float | None) -> No
 
 
 async def wait_in_loop(descriptors: Sequence[int], timeout: float | None) -> None:
-    import asyncio  # which a command does without
+    from elastic_aio.aio import wait_readable  # asyncio, which a command does without
 
-    loop = asyncio.get_running_loop()
-    is_readable = asyncio.Event()
-    for descriptor in descriptors:
-        loop.add_reader(descriptor, is_readable.set)
-    try:
-        async with asyncio.timeout(timeout):
-            await is_readable.wait()
-    except TimeoutError:
-        raise TimeoutError("timed out") from None
-    finally:
-        for descriptor in descriptors:
-            loop.remove_reader(descriptor)
+    await wait_readable(descriptors, timeout)
 
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:

@@ -11,7 +11,7 @@ from typing import Final, Protocol
 
 from msgspec import Raw
 
-from elastic_aio.aio import EventReader, cancel_and_wait, create_task
+from elastic_aio.aio import EventReader, cancel_and_wait, create_task, wait_readable
 from elastic_aio.control.protocol import (
     REQUEST_MAX,
     AcceptedReply,
@@ -133,12 +133,7 @@ async def _hang_up(reader: asyncio.StreamReader, connection: socket.socket) -> N
     # alone, which epoll always reports (epoll_ctl(2)).
     with select.epoll() as hang_up:
         hang_up.register(connection.fileno(), 0)
-        loop, closed = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(hang_up.fileno(), closed.set)
-        try:
-            await closed.wait()
-        finally:
-            loop.remove_reader(hang_up.fileno())
+        await wait_readable([hang_up.fileno()])
 
 
 async def _read_request(reader: asyncio.StreamReader) -> ControlRequest:

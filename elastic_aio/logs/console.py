@@ -24,7 +24,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
-from elastic_aio.aio import create_task, set_result_if_pending
+from elastic_aio.aio import create_task, wait_readable
 from elastic_aio.logs.lines import LogLine
 from elastic_aio.text import error_reason
 
@@ -159,18 +159,10 @@ class Sink:
         self.lost = self.lost or "it is closed"
 
     async def _writable(self) -> None:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
         try:
-            descriptor = -1 if self._poll is None else self._poll.fileno()
-            loop.add_reader(descriptor, set_result_if_pending, future, None)
+            await wait_readable([-1 if self._poll is None else self._poll.fileno()])
         except (OSError, ValueError):  # epoll_ctl(2): no memory, or too many watches
             await asyncio.sleep(_RETRY_S)
-            return
-        try:
-            await future
-        finally:
-            loop.remove_reader(descriptor)
 
 
 class LineWriter:

@@ -18,6 +18,7 @@ from tests.test_structure import late_imports, module_names
 
 # Modules that a job loads before its workers run, or not at all: a reason for each.
 BEFORE = {
+    "aio": "each job begins with it",
     "agent.health": "the first check is made before the workers run",
     "agent.later": "it has the list, and is loaded half a second earlier",
     "agent.multi_node_driver": "a job of several nodes begins with it",
