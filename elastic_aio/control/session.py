@@ -129,6 +129,8 @@ async def _hang_up(reader: asyncio.StreamReader, connection: socket.socket) -> N
     """Wait until the client has closed the connection."""
     while await reader.read(REQUEST_MAX):
         pass
+    if has_event(connection.fileno()):
+        return
     # It sends no more, and still reads, as `nc -N` does.  The loop cannot wait for a hang-up
     # alone, which epoll always reports (epoll_ctl(2)).
     with select.epoll() as hang_up:
