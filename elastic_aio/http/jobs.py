@@ -154,7 +154,7 @@ class _FollowedRun(_ShownRun):
 
 
 class HostJobs:
-    """The jobs of this user on this host: an async context manager."""
+    """The jobs of this user on this host, from `open` to `aclose`."""
 
     def __init__(self) -> None:
         self.changes: EventHistory[int] = EventHistory(1, lambda _, following: following)
