@@ -267,7 +267,7 @@ class JobClient:
             makes_files: each captured stream has its file from now on, also an empty stream.
         """
         async with self._request(GetStatus(makes_files=makes_files)) as channel:
-            reply = _checked(await self._receive(channel, self._timeout), StatusReply)
+            reply = await self._receive(channel, self._timeout, StatusReply)
             is_local = channel.pid == reply.status.agent_pid
         return with_usage(reply.status) if usage and is_local else reply.status
 
@@ -276,10 +276,12 @@ class JobClient:
         from elastic_aio.event_json import event_from_json  # most requests read no event
 
         async with self._request(GetEvents(after=after, follow=follow)) as channel:
-            limit = None if follow else self._timeout
-            while isinstance(reply := await self._receive(channel, limit), EventReply):
+            while True:
+                limit = None if follow else self._timeout
+                reply = await self._receive(channel, limit, EventReply, DoneReply)
+                if not isinstance(reply, EventReply):
+                    break
                 yield event_from_json(bytes(reply.event))
-            _checked(reply, DoneReply)
 
     async def stop(
         self,
@@ -372,21 +374,24 @@ class JobClient:
         with self._connected() as channel:
             channel.send(replace(request, acknowledge=True))
             limit = self._timeout if timeout is None else min(timeout, self._timeout)
-            _checked(await self._receive(channel, limit), AcceptedReply)
+            await self._receive(channel, limit, AcceptedReply)
             yield channel
 
-    async def _receive(self, channel: Channel, timeout: float | None) -> Reply:
+    async def _receive(self, channel: Channel, timeout: float | None, *kinds: type[R]) -> R:
+        """Return the next reply, which is of one of these kinds."""
         reply = await channel.receive(timeout)
+        if isinstance(reply, kinds):
+            return reply
         if reply is None:
             raise AgentUnreachable("the connection to the agent is lost")
         if isinstance(reply, ErrorReply):
             raise ControlError(reply.problem)
-        return reply
+        raise ControlError("the agent has sent another kind of answer")
 
     async def _ask(self, request: ControlRequest, kind: type[R], timeout: float | None = None) -> R:
         """Return the answer to a request, which takes `timeout` seconds at most."""
         async with self._request(request, timeout) as channel:
-            return _checked(await self._receive(channel, timeout), kind)
+            return await self._receive(channel, timeout, kind)
 
 
 class CommandClient(JobClient):
@@ -401,20 +406,13 @@ class CommandClient(JobClient):
 
         def following(seconds: float) -> Event | None:
             with suppress(TimeoutError):
-                reply = _checked(run_blocking(self._receive(channel, seconds)), EventReply)
+                reply = run_blocking(self._receive(channel, seconds, EventReply))
                 return event_from_json(bytes(reply.event))
             return None
 
         request = self._request(GetEvents(after=after, follow=True))
-        channel = run_blocking(request.__aenter__())
-        with channel:
+        with run_blocking(request.__aenter__()) as channel:
             yield following
-
-
-def _checked(reply: Struct, kind: type[R]) -> R:
-    if not isinstance(reply, kind):
-        raise ControlError("the agent has sent another kind of answer")
-    return reply
 
 
 # ------------------------------------------------------------------ which jobs there are
