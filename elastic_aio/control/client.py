@@ -143,9 +143,10 @@ class Channel:
             if not is_peer_allowed(self._socket):
                 raise PermissionError(f"{path} is another user's")
             # A fork of the agent may hold the other end open.
-            self._agent = open_peer(self._socket, path)
-            if self._agent >= 0:
-                undo.callback(os.close, self._agent)
+            self.agent = open_peer(self._socket, path)
+            """A pidfd of the agent, or -1."""
+            if self.agent >= 0:
+                undo.callback(os.close, self.agent)
             self._resources = undo.pop_all()
 
     def __enter__(self) -> Channel:
@@ -202,35 +203,18 @@ class Channel:
 
     async def _read(self, deadline: float | None) -> bytes:
         """Return what has arrived; nothing at the end of the connection, or of the agent."""
-        watched = [number for number in (self._socket.fileno(), self._agent) if number >= 0]
+        watched = [number for number in (self._socket.fileno(), self.agent) if number >= 0]
         is_gone, waits = False, self._yields
         while True:
             if waits:
                 await self._wait(watched, None if deadline is None else deadline - time.monotonic())
-                is_gone = has_ended(self._agent)
+                is_gone = has_ended(self.agent)
             self._yields = waits = True  # so that a long answer does not block the event loop
             try:
                 return self._socket.recv(_CHUNK)
             except BlockingIOError:
                 if is_gone:
                     return b""
-
-    async def kill_agent(self, timeout: float) -> bool:
-        """Kill the agent's process, and wait for the end of its children, the guardian too.
-
-        Returns whether it has ended within `timeout` seconds.
-        """
-        deadline = time.monotonic() + timeout
-        with ExitStack() as stack, suppress(OSError):  # it may be in another pid namespace
-            ending = [self._agent]
-            for child in proc.list_children(self.pid):
-                with suppress(ProcessLookupError):
-                    ending.append(os.pidfd_open(child))
-                    stack.callback(os.close, ending[-1])
-            pidfd_send_signal(self._agent, SIGKILL)
-            for pidfd in ending:
-                await self._wait([pidfd], deadline - time.monotonic())
-        return has_ended(self._agent)
 
 
 class JobClient:
@@ -276,8 +260,8 @@ class JobClient:
         from elastic_aio.event_json import event_from_json  # most requests read no event
 
         async with self._request(GetEvents(after=after, follow=follow)) as channel:
+            limit = None if follow else self._timeout
             while True:
-                limit = None if follow else self._timeout
                 reply = await self._receive(channel, limit, EventReply, DoneReply)
                 if not isinstance(reply, EventReply):
                     break
@@ -311,8 +295,18 @@ class JobClient:
 
         Returns whether it has ended in time; False too if it is in another pid namespace.
         """
+        deadline = time.monotonic() + self._timeout
         with self._connected() as channel:
-            return await channel.kill_agent(self._timeout)
+            with ExitStack() as stack, suppress(OSError):
+                ending = [channel.agent]
+                for child in proc.list_children(channel.pid):  # the guardian too
+                    with suppress(ProcessLookupError):
+                        ending.append(os.pidfd_open(child))
+                        stack.callback(os.close, ending[-1])
+                pidfd_send_signal(channel.agent, SIGKILL)
+                for pidfd in ending:
+                    await self._wait([pidfd], deadline - time.monotonic())
+            return has_ended(channel.agent)
 
     async def restart(self, reason: str = "") -> bool:
         """Replace the present attempt; True once another one runs, False if the job has ended."""
