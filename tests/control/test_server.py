@@ -54,6 +54,7 @@ from elastic_aio.control.protocol import (
 from elastic_aio.control.server import ControlServer, refuse
 from elastic_aio.control.sockets import CONTROL_DIR
 from elastic_aio.outcome import JobState
+from elastic_aio.process import proc
 from tests.support.children import DEADLINE_S, SLEEPER, noting, shell, until, until_ready
 from tests.support.control import ask, open_channel, own_control_dir, replies, sockets
 from tests.support.leaks import leaked_processes
@@ -175,7 +176,7 @@ async def test_kill() -> None:
 
 async def test_the_events_say_which_process_has_requested_it() -> None:
     """The kernel knows; the reason that the client gives comes first."""
-    own = Path("/proc/self/comm").read_text().rstrip()
+    own = proc.name_of(os.getpid())
     client = f"requested by {own} (pid {os.getpid()}, uid {os.geteuid()})"
     async with controlled() as (agent, server):
         before = agent.pids()
