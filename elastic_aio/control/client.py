@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import stat
 import time
 from collections.abc import (
     AsyncGenerator,
@@ -51,6 +52,7 @@ from elastic_aio.control.protocol import (
 from elastic_aio.control.sockets import (
     SOCKET_SUFFIX,
     directories,
+    has_agent_name,
     has_ended,
     is_peer_allowed,
     open_peer,
@@ -458,8 +460,7 @@ async def _look(paths: Sequence[str], patience: float, wait: Wait) -> list[Runni
             try:
                 channel = stack.enter_context(Channel(path, wait))
             except ConnectionRefusedError:
-                with suppress(OSError):
-                    os.unlink(path)
+                _remove(path)
             except BlockingIOError:
                 channels.append((path, None))
             except OSError:
@@ -488,6 +489,13 @@ async def _read_job(path: str, channel: Channel | None, deadline: float) -> Runn
         return None if reply is None else RunningJob(path, channel.pid or named, None)
     agent = reply.status.agent_pid or named
     return RunningJob(path, agent, reply.status, is_local=channel.pid == agent)
+
+
+def _remove(path: str) -> None:
+    with suppress(OSError):
+        # `connect` takes any path; a socket of another program refuses until that listens.
+        if has_agent_name(path) and stat.S_ISSOCK(os.lstat(path).st_mode):
+            os.unlink(path)
 
 
 def choose(jobs: Sequence[RunningJob], name: str | None) -> RunningJob:

@@ -54,6 +54,8 @@ def make_directory() -> str:
             problem = (
                 f"is not a directory of this user alone: its mode must be {DIRECTORY_MODE:04o}"
             )
+            if os.path.islink(path):
+                problem = "is a link, not a directory of this user alone"
             raise PermissionError(f"{path} {problem}") from None
     return path
 
@@ -78,14 +80,20 @@ def directories(*, makes: bool = False) -> list[str]:
 
 
 def socket_paths(among: Iterable[str]) -> list[str]:
-    """Return the paths of the sockets in some directories."""
+    """Return the paths of the sockets of agents in some directories."""
     paths: list[str] = []
     for directory in among:
         with suppress(OSError):
-            names = sorted(os.listdir(directory))
-            found = (name for name in names if name.endswith(SOCKET_SUFFIX) and name[0] != ".")
-            paths += [os.path.join(directory, name) for name in found]
+            found = (os.path.join(directory, name) for name in sorted(os.listdir(directory)))
+            paths += [path for path in found if has_agent_name(path)]
     return paths
+
+
+def has_agent_name(path: str) -> bool:
+    """Whether a socket has the name that an agent gives: other programs may use the directory."""
+    pid, _, rest = os.path.basename(path).partition("-")
+    number = rest.removesuffix(SOCKET_SUFFIX)
+    return pid.isdecimal() and number.isalnum() and number != rest
 
 
 def _fallback() -> str:

@@ -114,6 +114,21 @@ async def test_a_job_that_has_ended_is_not_found() -> None:
             await client.status()
 
 
+async def test_files_of_other_programs_stay(directory: Path) -> None:
+    """A bound socket refuses until its program listens; what is left of a killed launcher goes."""
+    (directory / "notes.sock").write_text("precious")
+    (directory / "1-f.sock").write_text("precious")
+    for name in ("other.sock", "1-e.sock", ".1-e.sock"):
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(directory / name))
+    assert await list_jobs() == []
+    for name in ("other.sock", "notes.sock"):
+        with pytest.raises(JobNotFound):
+            async with connect(str(directory / name)):
+                pass
+    assert sockets(directory) == [".1-e.sock", "1-f.sock", "notes.sock", "other.sock"]
+
+
 async def test_a_refusal_is_an_error() -> None:
     async with job(), connect() as client:
         with pytest.raises(ControlError, match=r"^rank: must be one of this node's running"):
