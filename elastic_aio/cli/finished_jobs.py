@@ -19,32 +19,42 @@ _LOST = "did not end"
 
 
 def runs_named(name: str) -> list[JobRecord]:
-    """Return the recorded runs of a name, or those in a directory, the latest first.
+    """Return the recorded runs in a directory, or else those of a name, the latest first.
 
-    UsageError: the directory has none.
+    UsageError: it is a directory, and neither.
     """
-    if not os.path.isdir(name):
-        found = matches([_as_job(run) for run in recorded_runs()], name)
-        return [job.status for job in found if isinstance(job.status, JobRecord)]
-    path = os.path.abspath(name)
-    try:
-        return [run_in(path)]
-    except ValueError as error:
-        problem = f"{RUN_FILE} {error}"
-    except OSError as error:
-        if runs := recorded_runs(path):
-            return runs
-        problem = f"has no record of a run: {error_reason(error)}: {RUN_FILE}"
-    raise invalid_value("JOB", problem, name)
+    problem = ""
+    if os.path.isdir(name):
+        path = os.path.abspath(name)
+        try:
+            return [run_in(path)]
+        except ValueError as error:
+            problem = f"{RUN_FILE} {error}"
+        except OSError as error:
+            if runs := recorded_runs(path):
+                return runs
+            problem = f"has no record of a run: {error_reason(error)}: {RUN_FILE}"
+    # A run is often named like the directory of its program.
+    found = matches([_as_job(run) for run in recorded_runs()], name)
+    if problem and not found:
+        raise invalid_value("JOB", problem, name)
+    return [job.status for job in found if isinstance(job.status, JobRecord)]
 
 
 def with_recorded(jobs: Sequence[RunningJob]) -> list[RunningJob]:
     """Return running jobs and the recorded runs that are none of them, the latest first."""
-    known = {(job.status.run_id, job.pid) for job in jobs if job.status is not None}
-    ended = [_as_job(run) for run in recorded_runs() if (run.run_id, run.agent_pid) not in known]
-    return sorted(
-        [*jobs, *ended], key=lambda job: (job.status and job.status.started_at) or 0.0, reverse=True
-    )
+    known = {_identity(job) for job in jobs}
+    ended = [job for run in recorded_runs() if _identity(job := _as_job(run)) not in known]
+    return sorted([*jobs, *ended], key=_started_at, reverse=True)
+
+
+def _started_at(job: RunningJob) -> float:
+    return (job.status and job.status.started_at) or 0.0
+
+
+def _identity(job: RunningJob) -> tuple[object, ...]:
+    # In a container the pid is the same each time.
+    return job.status and job.status.run_id, job.pid, _started_at(job)
 
 
 def _as_job(run: JobRecord) -> RunningJob:

@@ -77,9 +77,11 @@ def test_running_jobs_and_recorded_ones_are_one_list(monkeypatch: pytest.MonkeyP
     silent = RunningJob("/b", 3, None)
     same = JobRecord(run_id="a", agent_pid=2, started_at=5.0)
     other = JobRecord(run_id="a", agent_pid=1, started_at=9.0)
-    monkeypatch.setattr(finished_jobs, "recorded_runs", lambda: [same, other])
+    former = JobRecord(run_id="a", agent_pid=2, started_at=4.0)  # the pid 2 of each container
+    monkeypatch.setattr(finished_jobs, "recorded_runs", lambda: [same, other, former])
     found = with_recorded([running, silent])
-    assert [job.pid for job in found] == [1, 2, 3]
+    assert [job.pid for job in found] == [1, 2, 2, 3]
+    assert found[1] is running
     assert len(run_row(silent, 1.0)) == len(RUN_COLUMNS)
 
 
@@ -181,6 +183,19 @@ def test_the_last_of_several_runs_with_one_id(ask: Ask) -> None:
     assert note.startswith("aio-elastic: 2 recorded runs match 'a': the last, of ")
     failed = recorded_runs()[1]
     assert "no such data" in ask("why", failed.agent_pid)
+
+
+@pytest.mark.e2e
+def test_a_run_with_the_name_of_a_directory(
+    ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory of that name may have other things in it."""
+    run_cli("--rdzv-id=train", *FAILS)
+    (tmp_path / "train").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert "exit code 3" in ask("why", "train")
+    (tmp_path / "train" / RUN_FILE).write_text("{}x")
+    assert "exit code 3" in ask("why", "train")
 
 
 @pytest.mark.e2e
