@@ -9,7 +9,15 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from elastic_aio.cli.local_jobs import EXIT_CODES, choose_run, command, job_parser, recorded_events
+from elastic_aio.cli.local_jobs import (
+    EXIT_CODES,
+    JobError,
+    choose_run,
+    command,
+    job_parser,
+    recorded_events,
+)
+from elastic_aio.cli.options import print_error
 from elastic_aio.cli.status_text import head_lines, local_time
 from elastic_aio.control.client import CommandClient, RunningJob, iterate_blocking
 from elastic_aio.event_json import read_events
@@ -57,7 +65,12 @@ def main_why(argv: Sequence[str]) -> int:
     if job is not None and not isinstance(job, RunningJob):
         from elastic_aio.cli.finished_jobs import run_lines
 
-        history, head, report = recorded_events(job), run_lines(job), job.report()
+        history, head, report = [], run_lines(job), job.report()
+        try:
+            history = recorded_events(job)
+        except JobError as error:
+            print_error("why", str(error), 0)
+            head += [f"failed    {one_line(text)}" for text in job.failures]
     else:
         history = (
             [*iterate_blocking(CommandClient(job).events())] if job else _recorded(arguments.file)

@@ -217,8 +217,12 @@ def test_events_that_are_gone_or_damaged(ask: Ask) -> None:
     run_cli("--rdzv-id=a", *FAILS)
     events = Path(only_run().directory) / EVENTS_FILE
     events.write_bytes(b"\xff\n")
-    assert "cannot be read: line 1 is no event" in ask("why", "a", code=1)
+    assert "cannot be read: line 1 is no event" in ask("events", "a", code=1)
+    assert "cannot be read: line 1 is no event" in ask("why", "a", notes=True)
     events.unlink()
+    why = ask("why", "a")  # what the record says yet
+    assert re.search(r"^failed +attempt 0 failed: rank .*: exit code 3", why, re.MULTILINE)
+    assert "Root Cause" in why
     assert "the events of run 'a' are gone" in ask("events", "a", code=1)
     assert "exit code 3" in ask("status", "a")
 
@@ -280,7 +284,8 @@ def test_a_job_that_removes_its_directory(ask: Ask, tmp_path: Path) -> None:
     assert ended.err.count("the record of this run is not complete: no such file") == 1
     assert (only_run().phase, only_run().exit_code) == ("failed", 3)
     assert "no log file of this job is left in" in ask("logs", "a", code=1)
-    assert "are gone" in ask("why", "a", code=1)
+    assert "are gone" in ask("why", "a", notes=True)
+    assert "exit code 3" in ask("why", "a")
 
 
 @pytest.mark.e2e
