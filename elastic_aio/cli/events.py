@@ -28,6 +28,7 @@ from elastic_aio.launcher import run_coroutine
 from elastic_aio.rendezvous.event_stream import follow_job
 from elastic_aio.spec.checks import invalid_value, parse_int
 from elastic_aio.spec.rendezvous import ENGINES
+from elastic_aio.text import one_line
 
 _NOTICE_S = 1.0
 """Seconds after which a search is reported."""
@@ -159,6 +160,6 @@ def _print_event(event: Event, *, is_json: bool) -> None:
     if is_json:
         line = event_to_json(event).decode()
     else:
-        node = f"{event.node}: " if event.node else ""
+        node = f"{one_line(event.node)}: " if event.node else ""
         line = f"{local_time(event.time)}  {node}{event.sentence}"
     print(line, flush=True)

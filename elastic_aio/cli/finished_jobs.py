@@ -10,7 +10,7 @@ from elastic_aio.cli.status_text import head_lines, local_time
 from elastic_aio.control.client import RunningJob, matches
 from elastic_aio.record import RUN_FILE, JobRecord, recorded_runs, run_in
 from elastic_aio.spec.checks import invalid_value
-from elastic_aio.text import error_reason, format_duration, one_line
+from elastic_aio.text import error_reason, format_duration, one_line, printable
 
 RUN_COLUMNS = ("RUN", "NODE", "PID", "NAME", "PHASE", "EXIT", "ATTEMPTS", "STARTED", "TIME", "WHY")
 _WIDTHS = (24, 24, 8, 32, 16, 4, 8, 19, 16, 60)
@@ -87,4 +87,4 @@ def run_lines(run: JobRecord) -> list[str]:
     elif run.is_lost:
         end += f" for the last time: it {_LOST}, its launcher was killed"
     command = f"command   {one_line(shlex.join(run.command))}"
-    return [*head_lines(run, run.until), end, command, f"record    {run.directory}"]
+    return [*head_lines(run, run.until), end, command, f"record    {printable(run.directory)}"]

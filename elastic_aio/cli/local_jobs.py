@@ -384,7 +384,7 @@ def _ended(job: RunningJob, reply: EndReply) -> str:
     # With the name: the only job need not be the job that is meant.
     status = job.status
     if reply.state is JobState.STOPPED and status is not None and status.group_world_size > 1:
-        ended = f"node {status.node} has left job {job}"  # which may go on
+        ended = f"node {one_line(status.node)} has left job {job}"  # which may go on
     else:
         ended = f"job {job} {reply.state.value}"
     return f"{ended}, exit code {reply.exit_code}: {one_line(reply.why)}"

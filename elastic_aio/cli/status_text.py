@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from elastic_aio.control.client import RunningJob
 from elastic_aio.spec.restart import UNLIMITED, restarts_text
 from elastic_aio.status import JobStatus, WorkerStatus
-from elastic_aio.text import counted, format_duration, one_line, truncate
+from elastic_aio.text import counted, format_duration, one_line, printable, truncate
 
 JOB_COLUMNS = (
     "RUN",
@@ -93,20 +93,20 @@ def head_lines(status: JobStatus, now: float) -> list[str]:
     why = f": {one_line(status.reason)}" if status.reason else ""
     used = f"{status.restarts - status.returned} of {restarts_text(status.max_restarts)} used"
     lines = [
-        f"run {one_line(status.run_id)}: {one_line(status.entrypoint)} on {status.node}"
-        f" (pid {status.agent_pid})",
+        f"run {one_line(status.run_id)}: {one_line(status.entrypoint)}"
+        f" on {one_line(status.node)} (pid {status.agent_pid})",
         f"phase     {status.phase} for {since}{why}",
         f"attempt   {status.attempt} ({used})",
     ]
     if status.group_world_size > 1 or status.round > 0:
         place = f"group rank {status.group_rank} of {status.group_world_size}"
-        workers = counted(status.world_size, "worker")
-        lines.append(f"round     {status.round}: {place}, {workers} in all, master {status.master}")
+        workers, master = counted(status.world_size, "worker"), one_line(status.master)
+        lines.append(f"round     {status.round}: {place}, {workers} in all, master {master}")
     lines.append(f"time      {_time(status, now)}")
     if status.failure:
         lines.append(f"failure   {one_line(status.failure)}")
     if status.log_dir:
-        lines.append(f"logs      {status.log_dir}")
+        lines.append(f"logs      {printable(status.log_dir)}")
     return lines
 
 

@@ -19,6 +19,7 @@ import pytest
 from elastic_aio.cli import finished_jobs, main
 from elastic_aio.cli.finished_jobs import RUN_COLUMNS, run_lines, run_row, with_recorded
 from elastic_aio.control.client import RunningJob
+from elastic_aio.events import JobStarted
 from elastic_aio.record import (
     EVENTS_FILE,
     RUN_FILE,
@@ -27,7 +28,7 @@ from elastic_aio.record import (
     RecordFiles,
     recorded_runs,
 )
-from elastic_aio.status import JobStatus
+from elastic_aio.status import JobStatus, WorkerStatus
 from tests.support.children import until_sync
 from tests.support.cli import run_cli, running_cli
 from tests.support.control import own_control_dir
@@ -110,11 +111,32 @@ def test_the_row_of_a_run(run: JobStatus, phase: str, code: str, time: str) -> N
 
 
 def test_text_of_a_record_cannot_break_a_line() -> None:
+    """It may be another user's."""
+    bad = "\x1b[2J\n\x9b2J"
     run = JobRecord(
-        run_id="a\nb", reason="\x1b[2J", command=("a\nb",), node="\x1b", entrypoint="\n"
-    )
+        run_id=bad, reason=bad, command=(bad,), node=bad, entrypoint=bad, failure=bad, log_dir=bad,
+        directory=bad, group_world_size=2, master=bad,
+    )  # fmt: skip
     assert all(cell.isprintable() for cell in run_row(RunningJob("", 7, run), 1.0))
-    assert all(line.isprintable() for line in run_lines(run) if not line.startswith("run "))
+    assert all(line.isprintable() for line in run_lines(run))
+
+
+@pytest.mark.parametrize("command", ["status", "why", "logs", "events"])
+def test_a_record_of_another_user_cannot_control_the_terminal(
+    command: str, ask: Ask, tmp_path: Path
+) -> None:
+    bad = "\x1b[2J\n\x9b2J"
+    run = JobRecord(run_id=bad, node=bad, log_dir=bad, workers=(WorkerStatus(0, 0, 1, "failed"),))
+    started = JobStarted(
+        seq=0, time=1.0, run_id=bad, node=bad, entrypoint=bad, nproc_per_node=1, nnodes="1",
+        max_restarts=0, agent_pid=1,
+    )  # fmt: skip
+    files = RecordFiles(str(tmp_path))
+    files.write(run, [started], report=bad)
+    files.close()
+    printed = ask(command, tmp_path, code=command == "logs")
+    assert printed
+    assert all(line.isprintable() for line in printed.splitlines())
 
 
 # ------------------------------------------------------------------- a job that failed
