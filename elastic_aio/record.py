@@ -116,17 +116,33 @@ _SECRET: Final = (
     r"|(?:api|access|secret|private)[-_]?key)"
 )
 
+# An option or a variable of its own to its end, a password has commas too; else a part of the word.
+_SHOWN_BEFORE: Final = tuple(
+    re.compile(pattern, re.IGNORECASE | re.DOTALL)
+    for pattern in (
+        rf"\A({_SECRET}=).+()",
+        rf"(?<![\w.-])({_SECRET}=)[^,;&\s]+()",
+        rf"(?<![\w.-])({_SECRET}[\"']?\s*:\s*[\"']?)[^,;&\s\"']+()",
+        r"(\bauthorization\s*:\s*(?:\w+\s+)?)[^\s\"']+()",
+        r"(://[^/\s:@]*:)[^/\s@]+(@)",
+    )
+)
+
 
 def without_secrets(words: Iterable[str]) -> tuple[str, ...]:
-    """Return words with `***` in place of values of such names, and of passwords in URLs."""
+    """Return words with `***` in place of values of such names, and of passwords in URLs.
+
+    Also of JSON and of HTTP headers.
+    """
     shown: list[str] = []
     is_secret = False
     for word in words:
         if is_secret and not word.startswith("-"):
             word = "***"
-        is_secret = re.fullmatch(f"-+{_SECRET}", word, re.IGNORECASE) is not None
-        word = re.sub(rf"(?<![\w.-])(-*{_SECRET}=)[^,;&\s]+", r"\1***", word, flags=re.IGNORECASE)
-        shown.append(re.sub(r"(://[^/\s:@]*:)[^/\s@]+@", r"\1***@", word))
+        is_secret = re.fullmatch(f"-{_SECRET}", word, re.IGNORECASE) is not None
+        for pattern in _SHOWN_BEFORE:
+            word = pattern.sub(r"\1***\2", word)
+        shown.append(word)
     return tuple(shown)
 
 
