@@ -15,6 +15,9 @@ from elastic_aio.text import error_reason
 # O_NONBLOCK: a named pipe without a reader is an error, not a wait.
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC
 _MODE = 0o666  # without the bits of the umask
+# Not opened anew: a socket, such as that of a service of systemd, cannot be, and in a file the
+# workers would overwrite the events, from an offset of their own (open(2)).
+_STREAMS = {"/dev/stdout": 1, "/dev/stderr": 2}
 
 
 class EventFile:
@@ -27,7 +30,9 @@ class EventFile:
         """Open the file, or raise UsageError."""
         self._path = path
         try:
-            self._descriptor = os.open(path, _FLAGS, _MODE)
+            stream = _STREAMS.get(path)
+            opened = os.open(path, _FLAGS, _MODE) if stream is None else os.dup(stream)
+            self._descriptor = opened
         except OSError as error:
             problem = f"must be a file that can be written: {error_reason(error)}"
             raise invalid_value("--events", problem, path) from error

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import tomllib
 from collections.abc import Callable, Mapping
@@ -310,6 +311,37 @@ def test_events_stay_in_a_file_that_standard_error_has_too(tmp_path: Path) -> No
     assert not path.exists()
     assert b"JobFinished" in moved.read_bytes()
     assert b"aio-elastic: " in moved.read_bytes()
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_events_into_the_file_of_a_stream(tmp_path: Path, stream: str) -> None:
+    """As after `> FILE` in a shell: workers and events share its offset."""
+    path = tmp_path / "both"
+    script = f"for i in 1 2 3; do echo worker$i >&{1 if stream == 'stdout' else 2}; done"
+    options = ["--events", f"/dev/{stream}", "--nproc-per-node", 3]
+    with (
+        path.open("wb") as both,
+        running_cli(*options, *BASH, script, **{stream: both}) as job,
+    ):
+        assert job.wait() == 0
+    lines = [line for line in path.read_text().splitlines() if "aio-elastic: " not in line]
+    assert sorted(line for line in lines if "worker" in line[:6]) == sorted(
+        [f"worker{number}" for number in (1, 2, 3)] * 3
+    )
+    events = [event_from_json(line.encode()) for line in lines if "worker" not in line[:6]]
+    assert [event.seq for event in events] == list(range(len(events)))
+    assert isinstance(events[-1], JobFinished)
+
+
+def test_events_into_the_socket_of_a_service() -> None:
+    """What /dev/stdout is in a service of systemd cannot be opened anew."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs, running_cli("--events", "/dev/stdout", *BASH, "true", stdout=theirs) as job:
+            assert job.wait() == 0
+        with ours.makefile("rb") as reader:
+            events = [event_from_json(line) for line in reader]
+    assert isinstance(events[-1], JobFinished)
 
 
 def test_events_into_a_full_disk(run_here: RunHere) -> None:
