@@ -259,6 +259,9 @@ def main_stop(argv: Sequence[str]) -> int:
     stop = client.stop(arguments.reason, signal=number, kill=kill, wait=not arguments.no_wait)
     try:
         end = run_blocking(stop)
+    except JobNotFound:
+        print(f"job {job}: it has just ended")
+        return 0
     except ControlError as error:
         if not kill or not run_blocking(client.kill_launcher()):
             raise

@@ -357,9 +357,9 @@ class JobClient:
             with Channel(self.job.path, self._wait) as channel:
                 self._channels.add(channel)
                 yield channel
-        except FileNotFoundError as error:
-            raise JobNotFound("the job has ended: its control socket is gone") from error
         except OSError as error:
+            if isinstance(error, FileNotFoundError) or _has_closed(self.job.path, error):
+                raise JobNotFound("the job has ended: its control socket is gone") from error
             raise AgentUnreachable(f"the agent does not answer: {error_reason(error)}") from error
 
     @asynccontextmanager
@@ -482,13 +482,20 @@ async def _read_job(path: str, channel: Channel | None, deadline: float) -> Runn
         return RunningJob(path, named, None)
     try:
         reply = await channel.receive(max(0.0, deadline - time.monotonic()))
-    except (OSError, ControlError):
+    except (OSError, ControlError) as error:
+        if _has_closed(path, error):
+            return None
         return RunningJob(path, channel.pid or named, None)
     if not isinstance(reply, StatusReply):
         # It has ended, or cannot answer: its package was removed, or it has too many clients.
         return None if reply is None else RunningJob(path, channel.pid or named, None)
     agent = reply.status.agent_pid or named
     return RunningJob(path, agent, reply.status, is_local=channel.pid == agent)
+
+
+def _has_closed(path: str, error: Exception) -> bool:
+    """Whether an agent has broken off since its job is over: it removes its socket before."""
+    return isinstance(error, ConnectionError) and not os.path.lexists(path)
 
 
 def _remove(path: str) -> None:

@@ -289,6 +289,16 @@ def test_a_job_is_seen_and_stopped(job: StartJob, ask: Ask) -> None:
         until_sync(lambda: "no job" in ask("ps"), "the end")
 
 
+@pytest.mark.parametrize("options", [[], ["--kill"], ["--no-wait"]])
+def test_a_stop_of_a_job_that_has_just_ended(
+    options: list[str], tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is over, as was asked."""
+    ended = RunningJob(str(tmp_path / "7-a.sock"), 7, None)
+    monkeypatch.setattr(local_jobs, "choose_job_to_change", lambda _: ended)
+    assert ask("stop", *options, "7") == f"job {ended}: it has just ended\n"
+
+
 @pytest.mark.e2e
 def test_status_and_why(job: StartJob, script: Path, ask: Ask) -> None:
     """After a failure: what the job does, and the decisions that have led there."""

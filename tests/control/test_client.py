@@ -183,6 +183,29 @@ async def test_an_agent_that_does_not_answer_is_given_up(silent: str) -> None:
             await client.wait(0.01)
 
 
+async def test_a_job_that_ends_while_it_is_asked_has_ended(silent: str) -> None:
+    """It has removed its socket when it breaks off: it is not one that does not answer."""
+    async with connect(os.getpid(), timeout=0.1) as client:
+        for request in (list_jobs, client.status, client.stop):
+            with socket.socket(socket.AF_UNIX) as listener:
+                os.unlink(silent)
+                listener.bind(silent)
+                listener.listen()
+                listener.setblocking(False)
+                asked = asyncio.ensure_future(request())
+                loop = asyncio.get_running_loop()
+                connection, _ = await loop.sock_accept(listener)
+                assert await loop.sock_recv(connection, 1) == b"{"  # a part: the end is a reset
+                os.rename(silent, f"{silent}.away")
+                connection.close()
+                if request == list_jobs:
+                    assert await asked == []
+                else:
+                    with pytest.raises(JobNotFound, match="the job has ended"):
+                        await asked
+                os.rename(f"{silent}.away", silent)
+
+
 async def test_a_long_answer_does_not_block_the_event_loop(directory: Path) -> None:
     """Other tasks have their turns while megabytes of events are read."""
     path, turns = str(directory / f"{os.getpid()}-00000000.sock"), 0
