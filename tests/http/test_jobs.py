@@ -337,7 +337,7 @@ async def test_runs_that_ended_before(tmp_path: Path) -> None:
         assert (await client.get("/jobs/past/status")).json()["phase"] == "failed"
         assert (await client.get("/jobs/past/logs/0/stderr")).text == "<b>no</b>\n"
         shutil.rmtree(tmp_path / "logs")
-        shutil.rmtree(f"{os.environ['XDG_STATE_HOME']}/elastic_aio")
+        shutil.rmtree(Path(os.environ["XDG_STATE_HOME"]) / "elastic_aio")
         assert await client.jobs() == []
 
 
