@@ -113,4 +113,6 @@ def log_event(event: Event) -> None:
     """Write an event to the logger `elastic_aio`, if the program has a handler for it."""
     # Without one, `logging` would write warnings to standard error.
     if _logger.isEnabledFor(event.level) and _logger.hasHandlers():
-        _logger.log(event.level, "%s", event.sentence)
+        # The sentence of a program with several jobs does not say which.
+        names = {"run_id": event.run_id, "node": event.node}
+        _logger.log(event.level, "%s", event.sentence, extra=names)

@@ -333,6 +333,7 @@ async def test_the_logger_says_what_the_console_of_the_command_shows(
     logged = [(one.levelno, one.getMessage()) for one in records]
     assert logged == [(one.level, one.sentence) for one in seen if one.level >= level]
     assert bool(logged) == (level < logging.ERROR)
+    assert {(one.run_id, one.node) for one in records} <= {(seen[0].run_id, seen[0].node)}  # type: ignore[attr-defined]
 
 
 LIBRARY = """
