@@ -25,6 +25,7 @@ from elastic_aio.report import format_failure
 _FAILURES_MAX: Final = 20
 _WORDS_MAX: Final = 1_000
 _BATCH_MAX: Final = 1_000
+_BATCH_DELAYS: Final = 5  # of a job that is restarted again and again
 
 
 class RunRecorder:
@@ -37,7 +38,8 @@ class RunRecorder:
 
     The record is in the run's directory below `LogSpec.log_dir`; without one it is among the last
     50 runs in `$XDG_STATE_HOME/elastic_aio/runs`.  Events are written in a thread once none has
-    come for a while.  If they cannot be written, or a file system blocks, the job goes on.
+    come for a while, or some have waited for five times as long.  If they cannot be written, or a
+    file system blocks, the job goes on.
     """
 
     def __init__(self, *, delay: float = 1.0, patience: float = 2.0) -> None:
@@ -87,11 +89,12 @@ class RunRecorder:
         await cancel_and_wait([recording])
 
     async def _record(self, events: EventReader[Event], files: RecordFiles) -> None:
+        loop = asyncio.get_running_loop()
         async for event in events:
-            added = [event]
+            added, last = [event], loop.time() + _BATCH_DELAYS * self._delay
             with suppress(TimeoutError, StopAsyncIteration):
                 while len(added) < _BATCH_MAX and not isinstance(added[-1], JobFinished):
-                    async with asyncio.timeout(self._delay):
+                    async with asyncio.timeout_at(min(loop.time() + self._delay, last)):
                         added.append(await anext(events))
             self._failures.extend(one.sentence for one in added if isinstance(one, AttemptFailed))
             if (agent := self._source()) is None:

@@ -27,7 +27,8 @@ from elastic_aio import (
     recorder,
 )
 from elastic_aio.record import RUN_FILE, JobRecord, RecordFiles, run_in
-from tests.support.children import SLEEPER, shell
+from tests.support.children import SLEEPER, shell, until
+from tests.support.restarts import AT_ONCE
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +100,19 @@ async def test_a_temporary_directory_of_logs_has_no_record() -> None:
     assert result.log_dir is None
     assert recorder.problem == ""
     assert recorded_runs()[0].events()
+
+
+async def test_a_job_that_is_restarted_again_and_again_is_recorded(state: Path) -> None:
+    """No second passes without an event."""
+    spec = LaunchSpec(shell("exit 1"), max_restarts=100_000, restart=AT_ONCE)
+    async with (
+        RunRecorder(delay=0.3) as recorder,
+        Agent(spec, listeners=[recorder]) as agent,
+    ):
+        await until(lambda: [*state.rglob(RUN_FILE)], "a record")
+        (run,) = recorded_runs()
+        assert 0 < run.seq < 900
+        await agent.stop()
 
 
 async def test_the_first_version_is_written_while_the_job_runs(tmp_path: Path) -> None:
