@@ -153,10 +153,13 @@ def without_secrets(words: Iterable[str]) -> tuple[str, ...]:
 
 def runs_directory() -> str | None:
     """Return where the runs of this user are recorded; None without a home directory."""
-    home = os.path.join(os.environ.get("HOME", ""), ".local/state")
-    # XDG's specification wants paths ignored that are not absolute.
-    bases = filter(os.path.isabs, (os.environ.get("XDG_STATE_HOME", ""), home))
-    return next((f"{base}/elastic_aio/runs" for base in bases), None)
+    base = os.environ.get("XDG_STATE_HOME", "")
+    if not os.path.isabs(base):  # which its specification wants ignored
+        home = os.environ.get("HOME", "")
+        if not (os.path.isabs(home) and os.path.isdir(home)):  # as /nonexistent of a service
+            return None
+        base = f"{home}/.local/state"
+    return f"{base}/elastic_aio/runs"
 
 
 def recorded_runs(parent: str | None = None) -> list[JobRecord]:

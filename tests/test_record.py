@@ -187,12 +187,16 @@ def test_events_that_another_program_has_damaged_are_replaced(
 # --------------------------------------------------------------------------- directories
 
 
-def test_the_state_directory_is_that_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_directory_is_that_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/s")
     assert runs_directory() == "/s/elastic_aio/runs"
     monkeypatch.setenv("XDG_STATE_HOME", "relative")
-    monkeypatch.setenv("HOME", "/h")
-    assert runs_directory() == "/h/.local/state/elastic_aio/runs"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert runs_directory() == f"{tmp_path}/.local/state/elastic_aio/runs"
+    monkeypatch.setenv("HOME", str(tmp_path / "nonexistent"))  # of a service, and not made by us
+    assert runs_directory() is None
     for home in ("", "h"):
         monkeypatch.setenv("HOME", home)
         assert runs_directory() is None
