@@ -72,7 +72,7 @@ def main_logs(argv: Sequence[str]) -> int:
     if not [*streams] and (status.workers or not arguments.follow):
         raise JobError("no output of this job is in files (see --tee, --redirects and LogSpec)")
     if [*streams] and (directory := _gone(streams, status.log_dir)):
-        kept = "captured output is kept only if a job fails"
+        kept = "captured output is kept only if a job fails, and if there is some"
         raise JobError(f"no log file of this job is left in {directory} ({kept})")
     if [*streams] and (missing := streams_without_file(status)):
         _note(f"{missing} is in no file and not shown (see --tee and --redirects)")

@@ -208,6 +208,15 @@ def test_the_last_of_several_runs_with_one_id(ask: Ask) -> None:
 
 
 @pytest.mark.e2e
+def test_logs_of_a_job_that_failed_without_a_word(ask: Ask) -> None:
+    run_cli("--rdzv-id=a", "--no-python", "false")
+    problem = (
+        r"no log file of this job is left in .* \(.* only if a job fails, and if there is some"
+    )
+    assert re.search(problem, ask("logs", "a", code=1))
+
+
+@pytest.mark.e2e
 def test_a_run_with_the_name_of_a_directory(
     ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
