@@ -29,7 +29,7 @@ _BATCH_DELAYS: Final = 5  # of a job that is restarted again and again
 
 
 class RunRecorder:
-    """Records a run for `aio-elastic why` and others: a context manager, and a listener.
+    """Records runs for `aio-elastic why` and others: a context manager, and a listener.
 
     ::
 
@@ -53,40 +53,62 @@ class RunRecorder:
         """Why the record in the run's own directory is not complete; empty if it is."""
         self._delay = delay
         self._patience = patience
-        self._source: Callable[[], Agent | None] = lambda: None
-        self._failures: deque[str] = deque(maxlen=_FAILURES_MAX)
-        self._recording: asyncio.Task[None] | None = None
+        self._runs: list[_Run] = []
 
     def __repr__(self) -> str:
-        return f"<RunRecorder: {self._recording}>"
+        return f"<RunRecorder: {self._runs}>"
 
     def use_agent(self, source: Callable[[], Agent | None]) -> None:
         """Record the run of an agent, from its first event on."""
-        if (agent := source()) is not None:
-            self._source = source
-            own = agent.status(usage=False).log_dir if agent.spec.logs.log_dir else None
-            work = self._record(agent.events(), RecordFiles(own))
-            self._recording = create_task(work, name="record a run")
+        if source() is not None:
+            self._runs = [run for run in self._runs if not run.recording.done()]
+            self._runs.append(_Run(source, self._delay, self._note_problem))
+
+    def _note_problem(self, problem: str) -> None:
+        self.problem = problem or self.problem
 
     def __call__(self, event: Event) -> None:
         """Keep the agent of a job that is over; the events come from the agent itself."""
         if isinstance(event, JobFinished):
-            agent = self._source()
-            self._source = lambda: agent
+            for run in self._runs:
+                run.keep_ended()
 
     async def __aenter__(self) -> RunRecorder:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         """Wait until the record is complete, for `patience` seconds at most."""
-        if self._recording is not None:
-            await run_shielded(partial(self._close, self._recording))
+        if recordings := [run.recording for run in self._runs]:
+            await run_shielded(partial(self._close, recordings))
 
-    async def _close(self, recording: asyncio.Task[None]) -> None:
-        done, _ = await asyncio.wait([recording], timeout=self._patience)
-        if not done:
+    async def _close(self, recordings: list[asyncio.Task[None]]) -> None:
+        _, pending = await asyncio.wait(recordings, timeout=self._patience)
+        if pending:
             self.problem = f"it takes more than {self._patience:g} s"
-        await cancel_and_wait([recording])
+        await cancel_and_wait(recordings)
+
+
+class _Run:
+    """A run that is recorded; `recording` ends when its record is complete."""
+
+    def __init__(
+        self, source: Callable[[], Agent | None], delay: float, on_problem: Callable[[str], None]
+    ) -> None:
+        self._source = source
+        self._delay = delay
+        self._on_problem = on_problem
+        self._failures: deque[str] = deque(maxlen=_FAILURES_MAX)
+        agent = source()
+        assert agent is not None, "the caller has it"
+        own = agent.status(usage=False).log_dir if agent.spec.logs.log_dir else None
+        work = self._record(agent.events(), RecordFiles(own))
+        self.recording = create_task(work, name="record a run")
+
+    def keep_ended(self) -> None:
+        """Keep the agent, if its job is over: its last status is to be written."""
+        agent = self._source()
+        if agent is not None and agent.status(usage=False).has_ended:
+            self._source = lambda: agent
 
     async def _record(self, events: EventReader[Event], files: RecordFiles) -> None:
         loop = asyncio.get_running_loop()
@@ -103,7 +125,7 @@ class RunRecorder:
             write = partial(_write, files, record, added, result, agent.spec.name)
             del agent  # while nothing happens: an agent that is dropped ends its job
             await run_in_thread(write, daemon=True)
-            self.problem = files.problem
+            self._on_problem(files.problem)
 
     def _status(self, agent: Agent, last: Event) -> JobRecord:
         end = last if isinstance(last, JobFinished) else None

@@ -78,6 +78,28 @@ async def test_the_record_of_a_success() -> None:
 
 
 @pytest.mark.both_loops
+async def test_one_recorder_of_several_jobs() -> None:
+    """One after the other, and at the same time: each has its own record."""
+    ends = {"a": 3, "b": 0, "c": 4, "d": 5}
+    async with RunRecorder() as recorder:
+
+        async def run(run_id: str) -> None:
+            with suppress(JobFailed):
+                spec = LaunchSpec(shell(f"exit {ends[run_id]}"), run_id=run_id)
+                await launch(spec, listeners=[recorder])
+
+        await run("a")
+        await run("b")
+        await asyncio.gather(run("c"), run("d"))
+    runs = recorded_runs()
+    assert {one.run_id: one.exit_code for one in runs} == ends
+    for one in runs:
+        assert {event.run_id for event in one.events()} == {one.run_id}
+        failed = f": exit code {one.exit_code}"
+        assert [each.endswith(failed) for each in one.failures] == [True] * bool(one.exit_code)
+
+
+@pytest.mark.both_loops
 async def test_the_record_of_a_failure(tmp_path: Path) -> None:
     """The report is that of the result."""
     logs = LogSpec(log_dir=str(tmp_path / "logs"), redirects=3)
