@@ -512,8 +512,8 @@ MUTATIONS: Final = (
     Mutation(
         "early-success-leaves",
         "agent/multi_node.py",
-        "return [StartBarrier(self.attempt, self._spec.rendezvous.exit_barrier_timeout)]",
-        "return [StartBarrier(self.attempt, 1.0)]",
+        "plan, timeout = self._spec.stop, self._spec.rendezvous.exit_barrier_timeout",
+        "plan, timeout = self._spec.stop, 1.0",
         "a node that has succeeded takes part in a later restart",
     ),
     # --------------------------------- rendezvous: elections, records, detector
