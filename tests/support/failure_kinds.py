@@ -120,16 +120,17 @@ PYTHON = [
     python("exit with a code after words", "import sys\nprint('no config', file=sys.stderr)\nsys.exit(3)"),
     python("exit with a code after a log", f"{LOGGED}os._exit(7)", "`logging.info('step 2')`, then `os._exit(7)`"),
     python("KeyboardInterrupt", "raise KeyboardInterrupt"),
-    python("fatal error of Python", "import faulthandler\nfaulthandler.enable()\n"
-           "import ctypes\nctypes.string_at(0)", "`ctypes.string_at(0)` with `faulthandler`"),
+    python("fatal error of Python", "import ctypes\nctypes.string_at(0)"),
 ]  # fmt: skip
 
 SIGNALS = [
     python("SIGKILL by another process", f"{LOGGED}os.kill(os.getpid(), 9)", "SIGKILL after a line of the log"),
     python("SIGTERM by another process", f"{LOGGED}os.kill(os.getpid(), 15)", "SIGTERM after a line of the log"),
-    python("segmentation fault", "import ctypes\nctypes.string_at(0)"),
+    bash("segmentation fault", "kill -SEGV $$"),
     python("abort without words", f"{LOGGED}os.abort()", "`os.abort()` after a line of the log"),
-    python("CPU time", "import resource\nresource.setrlimit(0, (1, 9))\nwhile True: pass", "a loop with `ulimit -t 1`"),
+    python("the same, without stacks", f"{LOGGED}os.abort()", "the same with an empty `PYTHONFAULTHANDLER`",
+           env={"PYTHONFAULTHANDLER": ""}),
+    python("CPU time", "import resource\nresource.setrlimit(0, (1, 9))\nwhile True: pass", "a loop with `ulimit -St 1`"),
     bash("file size", "ulimit -f 1\nexec head -c 9999 /dev/zero > $0.out", "9999 bytes with `ulimit -f 1`"),
     python("truncated mapping", "import mmap\nf = open('f', 'w+')\nf.truncate(9)\n"
            "m = mmap.mmap(f.fileno(), 9)\nf.truncate(0)\nm[0]", "a read beyond the end of a file"),
