@@ -81,10 +81,12 @@ def run_row(job: RunningJob, now: float) -> tuple[str, ...]:
 
 def run_lines(run: JobRecord) -> list[str]:
     """Return the lines about a recorded run itself, without its workers."""
-    end = f"recorded  {local_time(run.until)}"
+    end, phase = f"recorded  {local_time(run.until)}", None
     if run.ended_at is not None:
         end = f"ended     {local_time(run.until)}, exit code {run.exit_code}"
     elif run.is_lost:
-        end += f" for the last time: it {_LOST}, its launcher was killed"
+        end += " for the last time"
+        phase = f"{_LOST}: its launcher was killed (phase {run.phase})"
     command = f"command   {one_line(shlex.join(run.command))}"
-    return [*head_lines(run, run.until), end, command, f"record    {printable(run.directory)}"]
+    head = head_lines(run, run.until, phase)
+    return [*head, end, command, f"record    {printable(run.directory)}"]

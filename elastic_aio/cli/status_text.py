@@ -87,15 +87,20 @@ def _message(worker: WorkerStatus, now: float) -> str:
     return f"{ago}: {one_line(worker.reported, _REPORTED_MAX)}" if worker.reported else ago
 
 
-def head_lines(status: JobStatus, now: float) -> list[str]:
-    """Return the lines about a job itself, without its workers."""
-    since = format_duration(now - status.since)
+def head_lines(status: JobStatus, now: float, phase: str | None = None) -> list[str]:
+    """Return the lines about a job itself, without its workers.
+
+    `phase` stands in place of the phase and its duration; the end of a job has no duration.
+    """
+    if phase is None:
+        lasts = "" if status.has_ended else f" for {format_duration(now - status.since)}"
+        phase = status.phase + lasts
     why = f": {one_line(status.reason)}" if status.reason else ""
     used = f"{status.restarts - status.returned} of {restarts_text(status.max_restarts)} used"
     lines = [
         f"run {one_line(status.run_id)}: {one_line(status.entrypoint)}"
         f" on {one_line(status.node)} (pid {status.agent_pid})",
-        f"phase     {status.phase} for {since}{why}",
+        f"phase     {phase}{why}",
         f"attempt   {status.attempt} ({used})",
     ]
     if status.group_world_size > 1 or status.round > 0:

@@ -110,6 +110,24 @@ def test_the_row_of_a_run(run: JobStatus, phase: str, code: str, time: str) -> N
     assert (row["PHASE"], row["EXIT"], row["TIME"]) == (phase, code, time)
 
 
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (JobRecord(phase="running", since=2.0, written_at=6.0), "running for 4 s"),
+        (
+            JobRecord(phase="failed", since=3.0, ended_at=3.0, exit_code=3, reason="no GPU"),
+            "failed: no GPU",
+        ),
+        (
+            JobRecord(phase="running", since=1.0, written_at=6.0, is_lost=True),
+            "did not end: its launcher was killed (phase running)",
+        ),
+    ],
+)
+def test_an_end_has_no_duration(run: JobRecord, said: str) -> None:
+    assert f"phase     {said}" in run_lines(run)
+
+
 def test_text_of_a_record_cannot_break_a_line() -> None:
     """It may be another user's."""
     bad = "\x1b[2J\n\x9b2J"
@@ -272,7 +290,7 @@ def test_a_killed_launcher_leaves_a_run_that_did_not_end(ask: Ask, tmp_path: Pat
     assert only_run().is_lost
     assert "did not end" in ask("ps", "-a")
     for name in ("a", tmp_path):
-        assert "it did not end, its launcher was killed" in ask("why", name)
+        assert "did not end: its launcher was killed" in ask("why", name)
 
 
 @pytest.mark.e2e
