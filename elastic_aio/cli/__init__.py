@@ -53,7 +53,7 @@ usage: aio-elastic run [options] script [arguments of the script]
        aio-elastic events [JOB] [-f] [--rdzv-endpoint HOST:PORT] [--rdzv-id ID] [--json]
        aio-elastic serve [--http HOST:PORT]
        aio-elastic jobs [--rdzv-endpoint HOST:PORT] [--json]
-       aio-elastic gc [--rdzv-endpoint HOST:PORT] [--lost] [--dry-run]
+       aio-elastic gc [--rdzv-endpoint HOST:PORT] [--lost] [--dry-run] | gc --host [--dry-run]
        aio-elastic store [--host HOST] [--port PORT] [--max-mib N] [--token-file FILE]
        aio-elastic store ping ENDPOINT
        aio-elastic completion bash|zsh|fish

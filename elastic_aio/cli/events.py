@@ -62,7 +62,8 @@ def _parser() -> OptionParser:
         "job",
         nargs="?",
         metavar="JOB",
-        help="a job on this host: as for `aio-elastic status` (default: the only one)",
+        help="a job on this host, or a run that has ended: as for `aio-elastic status` (default:"
+        " the only job that runs)",
     )
     parser.add_argument(
         "-f",

@@ -79,6 +79,15 @@ def run_row(job: RunningJob, now: float) -> tuple[str, ...]:
     return tuple(one_line(cell, width) for cell, width in zip(cells, _WIDTHS, strict=True))
 
 
+def end_of_last(runs: Sequence[JobRecord], name: str) -> str:
+    """Return a sentence about the latest of these runs, if it is over; else nothing."""
+    if not runs or not (runs[0].has_ended or runs[0].is_lost):
+        return ""
+    how = f"{runs[0].phase}, exit code {runs[0].exit_code}"
+    how = "its launcher was killed" if runs[0].is_lost else f"{how}, at {local_time(runs[0].until)}"
+    return f"this run has ended ({how}); `aio-elastic why {one_line(name)}` explains it"
+
+
 def run_lines(run: JobRecord) -> list[str]:
     """Return the lines about a recorded run itself, without its workers."""
     end, phase = f"recorded  {local_time(run.until)}", None

@@ -97,15 +97,21 @@ def command(name: str) -> Callable[[Command], Command]:
     return decorate
 
 
-def job_parser(name: str, description: str, *, epilog: str = EXIT_CODES) -> OptionParser:
-    """Return the parser of a sub-command that is about one job."""
+def job_parser(
+    name: str, description: str, *, epilog: str = EXIT_CODES, takes_runs: bool = False
+) -> OptionParser:
+    """Return the parser of a sub-command that is about one job.
+
+    `takes_runs`: the job may also be a run that has ended.
+    """
+    ended = "; also of a run that has ended, or a directory with its record" if takes_runs else ""
     parser = OptionParser(prog=f"aio-elastic {name}", description=description, epilog=epilog)
     parser.add_argument(
         "job",
         nargs="?",
         metavar="JOB",
         help="id of the run or its beginning, pid of the launcher, or what the workers run"
-        " (default: the only job)",
+        f"{ended} (default: the only job that runs)",
     )
     return parser
 
@@ -119,10 +125,23 @@ def choose_job(name: str | None, jobs: Sequence[RunningJob] | None = None) -> Ru
     Raises:
         UsageError: there is no such job, or there are several.
     """
+    jobs = find_jobs() if jobs is None else jobs
     try:
-        return choose(find_jobs() if jobs is None else jobs, name)
+        return choose(jobs, name)
     except JobNotFound as error:
+        if name and not matches(jobs, name) and (ended := _ended_run(name)):
+            raise invalid_value("JOB", ended, name) from None
         raise UsageError(f"JOB: {error}") from None
+
+
+def _ended_run(name: str) -> str:
+    """Return a sentence about the last recorded run of this name that has ended; empty: none."""
+    from elastic_aio.cli.finished_jobs import end_of_last, runs_named  # for few commands
+
+    try:
+        return end_of_last(runs_named(name), name)
+    except UsageError:  # the directory has no run
+        return ""
 
 
 def choose_run(
@@ -133,12 +152,16 @@ def choose_run(
     The name may be the directory of a run, or of several.  UsageError: there is none.
     """
     jobs = find_jobs() if jobs is None else jobs
+    if name is None and not jobs:
+        raise UsageError(f"JOB: {NO_JOB}; `aio-elastic ps -a` lists the runs that have ended")
     if name is None or matches(jobs, name):
         return choose_job(name, jobs)
     from elastic_aio.cli.finished_jobs import runs_named  # for few commands
 
     runs = runs_named(name)
     silent = [job.pid for job in jobs if job.status is None]
+    if not runs and not jobs:
+        raise invalid_value("JOB", f"{NO_JOB}, and no recorded run has this name", name)
     if not runs or runs[0].agent_pid in silent:
         return choose_job(name, jobs)
     if runs[1:]:
@@ -205,7 +228,9 @@ def main_ps(argv: Sequence[str]) -> int:
 
 @command("status")
 def main_status(argv: Sequence[str]) -> int:
-    parser = job_parser("status", "Print what a job is doing, and each worker of this node.")
+    parser = job_parser(
+        "status", "Print what a job is doing, and each worker of this node.", takes_runs=True
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object")
     arguments = parser.parse_args(argv)
     job = choose_run(arguments.job)

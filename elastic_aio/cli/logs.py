@@ -42,7 +42,9 @@ _LINES: Final = 100
 
 @command("logs")
 def main_logs(argv: Sequence[str]) -> int:
-    parser = job_parser("logs", "Print the last lines that the workers of a job have written.")
+    parser = job_parser(
+        "logs", "Print the last lines that the workers of a job have written.", takes_runs=True
+    )
     parser.add_argument(
         "rank",
         nargs="?",

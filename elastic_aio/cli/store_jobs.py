@@ -108,8 +108,10 @@ def _gc_parser() -> OptionParser:
     parser = OptionParser(
         prog="aio-elastic gc",
         description="Remove the keys of jobs that have ended from a store, and print each. A job"
-        " with a node is never removed. A node that comes after the removal begins its job anew.",
-        epilog=_EXIT_CODES,
+        " with a node is never removed. A node that comes after the removal begins its job anew."
+        " With --host: end the processes on this host that a killed launcher has left.",
+        epilog="Exit codes: 0 success, 1 no store answers, or a process is left, 2 invalid"
+        " arguments.",
     )
     _add_options(parser)
     parser.add_argument(

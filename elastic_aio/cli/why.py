@@ -47,8 +47,9 @@ def main_why(argv: Sequence[str]) -> int:
     parser = job_parser(
         "why",
         "Print the decisions that led to the present state of a job, each with its rule and its"
-        " evidence.",
+        " evidence. Of a run that has ended, also the failure report.",
         epilog=EXIT_CODES,
+        takes_runs=True,
     )
     parser.add_argument("--all", action="store_true", help=f"all steps (default: {STEPS_MAX})")
     parser.add_argument(

@@ -252,13 +252,31 @@ def test_a_run_with_the_name_of_a_directory(
 def test_a_name_of_no_run(command: str, ask: Ask, tmp_path: Path) -> None:
     """One line, exit code 2; a directory is named with what it lacks."""
     run_cli("--rdzv-id=a", "--no-python", "true")
-    assert "no job of this user runs on this host (got 'b')" in ask(command, "b", code=2)
+    problem = "no job of this user runs on this host, and no recorded run has this name (got 'b')"
+    assert problem in ask(command, "b", code=2)
     assert "has no record of a run: no such file or directory" in ask(command, tmp_path, code=2)
     for content in (b"\xff", b"[" * 100_000, b'{"run_id": 1}', b'{"schema": 99}'):
         (tmp_path / RUN_FILE).write_bytes(content)
         printed = ask(command, tmp_path, code=2)
         assert printed.startswith(f"aio-elastic {command}: JOB: run.json is ")
         assert printed.count("\n") == 1
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("command", ["stop", "wait", "restart", "preempt", "dump", "top"])
+def test_a_command_for_running_jobs_names_the_end_of_a_run(command: str, ask: Ask) -> None:
+    """Exit code 2: `wait` must not take the last run of a name for the next one."""
+    run_cli("--rdzv-id=a", *FAILS)
+    said = ask(command, "a", code=2)
+    assert said.startswith(f"aio-elastic {command}: JOB: this run has ended (failed, exit code 3,")
+    assert said.endswith("; `aio-elastic why a` explains it (got 'a')\n")
+    assert "no job of this user runs on this host (got '/')" in ask(command, "/", code=2)
+    with running_cli("--rdzv-id=ab", "--no-python", "sleep", "60") as job:
+        until_sync(lambda: len(recorded_runs()) == 2, "the record of the second run")
+        assert "this run has ended" in ask(command, recorded_runs()[1].agent_pid, code=2)
+        assert "no such job; running here: ab" in ask(command, "b", code=2)
+        job.send(signal.SIGTERM)
+        assert job.wait() == 143
 
 
 @pytest.mark.e2e

@@ -232,14 +232,26 @@ def test_a_script_names_the_job(argv: list[str], monkeypatch: pytest.MonkeyPatch
     assert asked == [7]
 
 
-COMMANDS = ["status", "logs", "top", "why", "dump", "stop", "restart", "wait", "events"]
+OF_RUNS = ["status", "logs", "why", "events"]
+COMMANDS = [*OF_RUNS, "top", "dump", "stop", "restart", "wait", "preempt"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_without_a_job(command: str, ask: Ask) -> None:
-    """One line, exit code 2."""
-    printed = ask(command, code=2)
-    assert printed == f"aio-elastic {command}: JOB: no job of this user runs on this host\n"
+    """One line, exit code 2; what can read the record of a run says where to find its name."""
+    runs = "; `aio-elastic ps -a` lists the runs that have ended"
+    line = f"JOB: no job of this user runs on this host{runs if command in OF_RUNS else ''}"
+    assert ask(command, code=2) == f"aio-elastic {command}: {line}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_says_whether_it_takes_a_run(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert ("a run that has ended" in words) == (command in OF_RUNS)
 
 
 def test_ps_without_a_job(ask: Ask) -> None:
