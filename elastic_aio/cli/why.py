@@ -21,10 +21,10 @@ from elastic_aio.cli.options import print_error
 from elastic_aio.cli.status_text import head_lines, local_time
 from elastic_aio.control.client import CommandClient, RunningJob, iterate_blocking
 from elastic_aio.event_json import read_events
-from elastic_aio.events import Event
+from elastic_aio.events import Event, JobStarted
 from elastic_aio.explanation import Step, explain
 from elastic_aio.spec.checks import UsageError, invalid_value
-from elastic_aio.status import StatusTracker
+from elastic_aio.status import JobStatus, StatusTracker
 from elastic_aio.text import error_reason, one_line, printable
 
 STEPS_MAX: Final = 20
@@ -76,11 +76,8 @@ def main_why(argv: Sequence[str]) -> int:
         history = (
             [*iterate_blocking(CommandClient(job).events())] if job else _recorded(arguments.file)
         )
-        tracker = StatusTracker()
-        for event in history:
-            tracker(event)
         now = history[-1].time if job is None else time.time()
-        head = head_lines(tracker.status(now), now)
+        head = _head(history, now, None if job is None else job.status)
     steps = explain(history)
     shown = steps if arguments.all else steps[-STEPS_MAX:]
     lines = [*head, ""]
@@ -88,6 +85,20 @@ def main_why(argv: Sequence[str]) -> int:
         lines.append(f"({len(steps) - len(shown)} earlier steps: --all)")
     print("\n".join([*lines, *format_steps(shown), *map(printable, report.splitlines())]))
     return 0
+
+
+def _head(history: Sequence[Event], now: float, status: JobStatus | None) -> list[str]:
+    """Return the lines about the job; `status` counts if the events have lost their beginning."""
+    first = history[0]
+    if isinstance(first, JobStarted):
+        tracker = StatusTracker()
+        for event in history:
+            tracker(event)
+        status = tracker.status(now)
+    if status is not None:
+        return head_lines(status, now)
+    missing = f"what precedes its event {first.seq} is not in this file"
+    return [f"run {one_line(first.run_id)} on {one_line(first.node)}: {missing}"]
 
 
 def _recorded(path: str) -> list[Event]:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
+
+from elastic_aio.cli import main
 from elastic_aio.cli.why import format_steps
+from elastic_aio.event_json import event_to_json
 from elastic_aio.events import (
     AttemptFailed,
     DeadlineMissed,
@@ -151,3 +156,16 @@ def test_a_file_without_a_line_is_no_evidence() -> None:
     root = replace(ROOT, stderr_tail=())
     step = step_of(AttemptFailed(time=6.0, root=root, failures=(root,)))
     assert step.evidence == (f"{root.summary} (on h)", "the kernel killed it")
+
+
+def test_a_rotated_file_of_events_says_what_it_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the start of the job there is no status, and no line that looks like a status."""
+    file = tmp_path / "events.jsonl"
+    later = Restarting(seq=7, run_id="a", node="n", attempt=1, why="it failed", delay=0, restarts=1)
+    file.write_bytes(event_to_json(later) + b"\n")
+    assert main(["why", "--from", str(file)]) == 0
+    head, empty, *steps = capsys.readouterr().out.splitlines()
+    assert (head, empty) == ("run a on n: what precedes its event 7 is not in this file", "")
+    assert "attempt 1 follows" in steps[0]
