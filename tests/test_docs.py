@@ -6,11 +6,14 @@ import ast
 import contextlib
 import importlib
 import re
+from logging import INFO
 from pathlib import Path
 
 import pytest
 
+from elastic_aio import events, node_events
 from elastic_aio.cli import COMMANDS, main
+from elastic_aio.status import Event
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -105,3 +108,26 @@ def test_the_command_line_is_documented_completely(capsys: pytest.CaptureFixture
         assert options[command] <= options_in(section), command
     launch = {"--use-env", "--local-rank"}  # of `python -m elastic_aio.launch`
     assert options_in(page) <= set().union(launch, *options.values(), options_of())
+
+
+def test_the_reference_lists_the_levels_of_events() -> None:
+    """Those that are always of level INFO come first, then those that have both levels."""
+    text = " ".join((ROOT / "docs/reference/events.md").read_text().split())
+    always, sometimes = text.split("`INFO` are ")[1].split(". ")[0].split("; also")
+    kinds = {kind for kind in vars(events).values() if isinstance(kind, type)}
+    kinds |= {kind for kind in vars(node_events).values() if isinstance(kind, type)}
+    found = {kind for kind in kinds if issubclass(kind, Event) and kind is not Event}
+    info = {kind.__name__ for kind in found if kind._level == INFO}
+    both = {kind.__name__ for kind in found if "level" in vars(kind)}
+    assert set(re.findall(r"`(\w+)`", always)) == info
+    assert set(re.findall(r"`([A-Z]\w+)`", sometimes)) == both
+
+
+def test_no_entry_and_no_command_stands_twice() -> None:
+    """A merge of two branches may leave both forms of a line."""
+    entries = re.findall(r"^- (.{24})", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    page = (ROOT / "docs/reference/command-line.md").read_text()
+    commands = re.findall(r"^aio-elastic ([\w| ]+)", _FENCE.findall(page)[0][1], re.MULTILINE)
+    names = [name for line in commands for name in line.split(" | ")]
+    for words in (entries, names):
+        assert len(set(words)) == len(words) > 10, words
