@@ -279,12 +279,19 @@ def _log_warnings(logs: LogSpec) -> list[str]:
     return []
 
 
+def _preemption_warnings(preemption: PreemptionSpec, logs: LogSpec) -> list[str]:
+    if logs.is_off and preemption.signal is not None and preemption.forward is None:
+        return ["--log-dir /dev/null: no worker sees the notice without --preempt-forward"]
+    return []
+
+
 def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunRequest:
     warnings = _usage_warnings(values)
     nodes, notes = _nodes(values, env)
     entrypoint, args = _program(values, program)
     logs = _logs(values, env)
-    warnings += _log_warnings(logs)
+    preemption = PreemptionSpec(**fields_from(values, PreemptionSpec))
+    warnings += [*_log_warnings(logs), *_preemption_warnings(preemption, logs)]
     settings = {
         **fields_from(values, LaunchSpec, _FORMS),
         **nodes,
@@ -294,7 +301,7 @@ def _request(values: Values, program: list[str], env: Mapping[str, str]) -> RunR
         **_torch_fields(env),
         "logs": logs,
         "stop": _stop_plan(values, env),
-        "preemption": PreemptionSpec(**fields_from(values, PreemptionSpec)),
+        "preemption": preemption,
         "liveness": LivenessSpec(**fields_from(values, LivenessSpec)),
         "python": env.get("PYTHON_EXEC") or None,
     }

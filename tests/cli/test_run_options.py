@@ -176,6 +176,18 @@ def test_a_limit_of_files_that_are_not_there(options: list[str], has_files: bool
     assert list(request.warnings) == ([] if has_files else [problem])
 
 
+@pytest.mark.parametrize(
+    ("options", "is_seen"),
+    [([], True), (["--log-dir=/dev/null"], False), (["--log-dir=x"], True)],
+)
+def test_a_notice_that_no_worker_would_see(options: list[str], is_seen: bool) -> None:
+    """Its file has no directory; a signal to the workers does without."""
+    words = [*options, "--preempt-signal=USR1", "--preempt-deadline=9"]
+    problem = "--log-dir /dev/null: no worker sees the notice without --preempt-forward"
+    assert list(parse_run([*words, "x"], {}).warnings) == ([] if is_seen else [problem])
+    assert not parse_run([*words, "--preempt-forward=USR2", "x"], {}).warnings
+
+
 def test_the_command_line_wins_over_the_variables() -> None:
     request = parse_run(["--nproc-per-node=2", "x"], {"PET_NPROC_PER_NODE": "5", "PET_ROLE": "r"})
     assert (request.spec.nproc_per_node, request.spec.role) == (2, "r")
