@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from elastic_aio.cli.local_jobs import JobError, command
 from elastic_aio.cli.parser import OptionParser
@@ -18,6 +18,9 @@ from elastic_aio.spec.checks import invalid_value
 from elastic_aio.text import did_you_mean, error_reason
 
 _BACKGROUND = ("guarantees", "architecture")
+_FOUND_MAX = 3
+_HEADING = 10
+"""How many lines with a word a heading with it is worth."""
 
 
 @command("help")
@@ -40,7 +43,15 @@ def main_help(argv: Sequence[str]) -> int:
     if topic is None:
         width = max(map(len, pages), default=0)
         titles = [f"  {name.ljust(width)}  {_title(path)}" for name, path in pages.items()]
-        print("\n".join([USAGE, "Pages for `aio-elastic help PAGE`:", *titles]))
+        print(
+            "\n".join(
+                [
+                    USAGE,
+                    "Pages for `aio-elastic help PAGE` (another word: the pages that have it):",
+                    *titles,
+                ]
+            )
+        )
     elif topic in pages:
         print(_text(pages[topic]), end="")
     elif topic in ("run", *COMMANDS):
@@ -49,7 +60,9 @@ def main_help(argv: Sequence[str]) -> int:
         raise JobError("the pages of the documentation are not installed")
     else:
         meant = did_you_mean(topic, (*pages, "run", *COMMANDS))
-        problem = f"must be a page or a command: `aio-elastic help` lists them{meant}"
+        found = ", ".join(_pages_with(topic, pages))
+        where = f"; pages with this word: {found}" if found else ""
+        problem = f"must be a page or a command: `aio-elastic help` lists them{meant}{where}"
         raise invalid_value("PAGE", problem, topic)
     return 0
 
@@ -72,6 +85,17 @@ def find_pages() -> dict[str, str]:
         if pages:
             break
     return pages
+
+
+def _pages_with(word: str, pages: Mapping[str, str]) -> list[str]:
+    """Return the pages that have a word most often, in headings above all; the first has most."""
+    lower = word.lower()
+    weights: dict[str, int] = {}
+    for name, path in pages.items() if lower.strip() else ():
+        lines = [line.lower() for line in _text(path).splitlines() if lower in line.lower()]
+        weights[name] = sum(_HEADING if line.startswith("#") else 1 for line in lines)
+    found = sorted(weights, key=lambda name: -weights[name])
+    return [name for name in found if weights[name]][:_FOUND_MAX]
 
 
 def _names(directory: str) -> list[str]:

@@ -47,7 +47,33 @@ def test_a_command_has_its_options_as_its_page(capfd: pytest.CaptureFixture[str]
 def test_a_topic_that_is_near(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["help", "failure"]) == 2
     problem = "must be a page or a command: `aio-elastic help` lists them; did you mean failures?"
-    assert capfd.readouterr().err == f"aio-elastic help: PAGE: {problem} (got 'failure')\n"
+    assert capfd.readouterr().err.startswith(f"aio-elastic help: PAGE: {problem}; pages with ")
+
+
+@pytest.mark.parametrize(
+    ("word", "page"),
+    [
+        ("preemption", "stopping"),
+        ("Exclude", "many-nodes"),
+        ("core file", "failures"),
+        ("logrotate", "logs"),
+        ("systemd", "events"),
+        ("kubernetes", "exit-codes"),
+        ("--no-record", "finished-runs"),
+    ],
+)
+def test_a_word_leads_to_the_pages_that_have_it(
+    word: str, page: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["help", *(["--"] if word.startswith("-") else []), word]) == 2
+    found = capfd.readouterr().err.partition("pages with this word: ")[2]
+    assert page in found.partition(" (got ")[0].split(", ")
+
+
+@pytest.mark.parametrize("word", ["nosuchwordanywhere", " ", ""])
+def test_a_word_that_no_page_has(word: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", word]) == 2
+    assert "pages with" not in capfd.readouterr().err
 
 
 def test_a_package_without_its_pages(
