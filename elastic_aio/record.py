@@ -177,7 +177,7 @@ def recorded_runs(parent: str | None = None) -> list[JobRecord]:
 
 
 def run_in(directory: str) -> JobRecord:
-    """Return the run that was recorded in a directory.
+    """Return the run that was recorded in a directory; of a moved one with its own logs.
 
     Raises:
         OSError: there is none.
@@ -186,7 +186,26 @@ def run_in(directory: str) -> JobRecord:
     record = JobRecord.decode(_read_regular(f"{directory}/{RUN_FILE}"))
     lock = record.state_dir or directory
     is_lost = record.ended_at is None and RunDirectory(lock).is_in_use() is False
-    return replace(record, directory=directory, is_lost=is_lost)
+    return replace(_moved(record, directory), directory=directory, is_lost=is_lost)
+
+
+def _moved(record: JobRecord, directory: str) -> JobRecord:
+    """Return a record whose logs are those beside it, if its own directory now has another name."""
+    old = record.log_dir
+    if old is None or old != record.directory or old == directory:
+        return record  # it is in the state directory, or where it was
+
+    def moved(path: str | None) -> str | None:
+        if path is None or not path.startswith(f"{old}/"):
+            return path
+        beside = directory + path.removeprefix(old)
+        return path if os.path.lexists(path) and not os.path.lexists(beside) else beside
+
+    workers = [
+        replace(one, stdout_path=moved(one.stdout_path), stderr_path=moved(one.stderr_path))
+        for one in record.workers
+    ]
+    return replace(record, log_dir=directory, workers=tuple(workers))
 
 
 def _read_regular(path: str) -> bytes:

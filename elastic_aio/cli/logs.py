@@ -26,6 +26,7 @@ from elastic_aio.control.client import (
 from elastic_aio.errors import JobNotFound
 from elastic_aio.events import WorkerStarted
 from elastic_aio.launcher import run_coroutine
+from elastic_aio.logs.files import NODE_FILE
 from elastic_aio.logs.lines import LogLine
 from elastic_aio.logs.log_file import last_lines
 from elastic_aio.logs.reader import LogReader
@@ -88,10 +89,17 @@ def main_logs(argv: Sequence[str]) -> int:
 
 def _gone(streams: LoggedStreams, log_dir: str | None) -> str:
     """Return the directory of the streams if it was removed with all of them, else nothing."""
-    # A stream without a byte may have no file.
-    directory = log_dir or os.path.commonpath([os.path.dirname(one.path) for one in streams])
-    is_left = os.path.isdir(directory) or any(os.path.lexists(one.path) for one in streams)
-    return "" if is_left else directory
+    if any(os.path.lexists(one.path) for one in streams):
+        return ""
+    # A stream without a byte may have no file.  Its worker has a directory nevertheless, except in
+    # a temporary directory, which has no `node.json`.
+    of_workers = {os.path.dirname(one.path) for one in streams}
+    directory = log_dir or os.path.commonpath(of_workers)
+    if not os.path.isdir(directory):
+        return directory
+    has_all = os.path.lexists(f"{directory}/{NODE_FILE}")
+    is_left = not has_all or any(map(os.path.isdir, of_workers))
+    return "" if is_left else os.path.commonpath(of_workers)
 
 
 def _job_and_rank(

@@ -29,7 +29,7 @@ from elastic_aio.text import error_reason
 from elastic_aio.worker.errorfile import is_temporary, replace_file
 
 _LOCK = ".elastic_aio.lock"
-_NODE = "node.json"
+NODE_FILE = "node.json"
 _LOCK_FLAGS = os.O_RDWR | os.O_CLOEXEC  # NFS locks what can be written (flock(2))
 _JOB_MAX = 1 << 16
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -146,7 +146,7 @@ class RunDirectory:
             return
         self._node = node
         with suppress(OSError):  # as in `note_job`
-            replace_file(f"{self.path}/{_NODE}", node.encode())
+            replace_file(f"{self.path}/{NODE_FILE}", node.encode())
 
     @property
     def log_dir(self) -> str | None:

@@ -210,7 +210,16 @@ def test_a_log_directory_has_the_record(ask: Ask, tmp_path: Path) -> None:
     shutil.rmtree(run.directory)
     moved = own.rename(tmp_path / "moved")
     assert "no such data" in ask("why", moved)
-    gone = f"no log file of this job is left in {own}"
+    assert f"logs      {moved}" in ask("status", moved)
+    assert ask("logs", moved) == "of 0\nno such data\n"
+    shutil.copytree(moved, own)
+    (moved / "attempt_0/0/stdout.log").write_text("of the copy\n")
+    assert ask("logs", moved, 0) == "of the copy\nno such data\n"
+    assert ask("logs", own) == "of 0\nno such data\n"
+    shutil.rmtree(moved / "attempt_0")  # what only the original has is read there
+    assert ask("logs", moved) == "of 0\nno such data\n"
+    shutil.rmtree(own)
+    gone = f"no log file of this job is left in {moved}/attempt_0/0"
     assert ask("logs", moved, code=1).startswith(f"aio-elastic logs: {gone}")
 
 
