@@ -376,6 +376,13 @@ def test_logs_of_a_job_that_runs_and_whose_directory_was_removed(ask: Ask, tmp_p
 
 
 @pytest.mark.e2e
+def test_logs_of_a_job_that_has_failed_without_a_word(ask: Ask) -> None:
+    """The line does not blame a removal, nor a success."""
+    run_cli("--rdzv-id=a", "--no-python", "false")
+    assert "(removed, or never written; captured output is " in ask("logs", "a", code=1)
+
+
+@pytest.mark.e2e
 def test_a_job_that_fills_the_disk(tmp_path: Path) -> None:
     """Its own exit code stays; where nothing else fits, the end takes the place of the start."""
     with small_disk(tmp_path / "disk", 256) as disk:
