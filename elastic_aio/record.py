@@ -192,7 +192,7 @@ def run_in(directory: str) -> JobRecord:
 def _moved(record: JobRecord, directory: str) -> JobRecord:
     """Return a record whose logs are those beside it, if its own directory now has another name."""
     old = record.log_dir
-    if old is None or old != record.directory or old == directory:
+    if not old or old != record.directory or old == directory:
         return record  # it is in the state directory, or where it was
 
     def moved(path: str | None) -> str | None:
