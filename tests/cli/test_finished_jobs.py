@@ -379,7 +379,9 @@ def test_logs_of_a_job_that_runs_and_whose_directory_was_removed(ask: Ask, tmp_p
 def test_logs_of_a_job_that_has_failed_without_a_word(ask: Ask) -> None:
     """The line does not blame a removal, nor a success."""
     run_cli("--rdzv-id=a", "--no-python", "false")
-    assert "(removed, or never written; captured output is " in ask("logs", "a", code=1)
+    assert "(captured output is kept only if a job fails, and if there is some" in ask(
+        "logs", "a", code=1
+    )
 
 
 @pytest.mark.e2e
