@@ -288,7 +288,11 @@ HANDLED = "subprocess.run(helper); "
     ("then", "reason"),
     [
         (HANDLED + "raise RuntimeError('the cause')", "exit code 1: RuntimeError: the cause"),
-        (HANDLED + "os.kill(os.getpid(), 11)", "killed by SIGSEGV"),
+        (
+            HANDLED + "os.kill(os.getpid(), 11)",
+            "killed by SIGSEGV: Fatal Python error: Segmentation fault",
+        ),
+        (HANDLED + "os.kill(os.getpid(), 9)", "killed by SIGKILL"),
         (HANDLED + "print('bad lr', file=sys.stderr); sys.exit(3)", "exit code 3: bad lr"),
         ("sys.exit(subprocess.run(helper).returncode)", "exit code 1: ValueError: no cache yet"),
         ("subprocess.run(helper, check=True)", "exit code 1: ValueError: no cache yet"),
