@@ -177,7 +177,7 @@ def recorded_runs(parent: str | None = None) -> list[JobRecord]:
 
 
 def run_in(directory: str) -> JobRecord:
-    """Return the run that was recorded in a directory; of a moved one with its own logs.
+    """Return the run that was recorded in a directory, with the logs that are there now.
 
     Raises:
         OSError: there is none.
