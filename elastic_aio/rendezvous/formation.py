@@ -305,6 +305,7 @@ def form_round(state: CoordinatorState, candidates: list[MemberRecord], why: str
     for record in order:
         if former and record.member not in former:
             record.admitted_at = state.now
+        record.refused_because = ""  # it was refused as a joiner, and nodes are missing now
         state.outbox.send(record, StartRound(placements[record.member], cause))
     state.round, state.phase = RoundState(placements), CoordinatorPhase.RUNNING
     if cause is not None:

@@ -613,6 +613,24 @@ def test_an_unreachable_joiner_does_not_change_the_round() -> None:
     sim.run_until(lambda: sim.is_settled(3), 60)
 
 
+def test_a_node_that_was_refused_as_a_joiner_stays_in_later_rounds() -> None:
+    """It was taken in because nodes were missing."""
+    sim = Simulation(job("2:4", heartbeat_timeout=2.0), endpoints=("store0",))
+    a = sim.add_node("a")
+    sim.run_until(lambda: sim.coordinators == [a], 60)
+    lead = sim.add_node("b", node_rank=0)
+    sim.run_until(lambda: sim.is_settled(2), 60)
+    sim.add_host("z")
+    sim.partition(["z"], ["b"])
+    z = sim.add_node("z")
+    sim.run_until(lambda: "it does not reach the others" in sim.trace, 60)
+    sim.kill(lead)
+    sim.run_until(lambda: sim.is_settled(2, [a, z]), 60)
+    y = sim.add_node("y")
+    sim.run_until(lambda: sim.is_settled(3, [a, y, z]), 60)
+    assert placed(z).round == 2
+
+
 @pytest.mark.parametrize("moment", range(6))
 def test_a_late_result_of_a_probe_does_not_replace_a_newer_one(moment: int) -> None:
     """The first probe is held up by a partition, and refused after the node was lost."""
