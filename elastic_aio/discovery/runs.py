@@ -173,6 +173,11 @@ async def read_end(store: Store) -> RunEnd | None:
     return decode_end(await store.peek("end"))
 
 
+async def read_move(store: Store) -> RunMove | None:
+    """Return the final `RunMove` of the generation that is the prefix of `store`, or None."""
+    return decode_move(await store.peek("end"))
+
+
 def decode_end(value: bytes | None) -> RunEnd | None:
     """Return the value of the key `end` if that is a final end."""
     end = decode_value(value, RunEnd)

@@ -11,7 +11,7 @@ from typing import Never
 from msgspec.structs import replace
 
 from elastic_aio.aio import Notifier, cancel_and_wait, create_task, monotonic_clock, wall_clock
-from elastic_aio.discovery.runs import end_of, record_end
+from elastic_aio.discovery.runs import end_of, read_move, record_end
 from elastic_aio.errors import StoreError, StoreLost
 from elastic_aio.events import Event, JobFinished
 from elastic_aio.node_events import (
@@ -129,6 +129,9 @@ class CoordinatorRunner:
             now=now,
             former=former,
         )
+        if self._settings.may_move and await read_move(store) is not None:
+            # Nodes that have gone to the other store keep their workers on their way.
+            coordinator.fence(now + self._settings.heartbeat_timeout)
         async with store.watch("t/", is_prefix=True) as statuses:
             for key, text in statuses.present.items():
                 await self._on_status(lease, key, text)

@@ -368,6 +368,25 @@ def test_a_node_on_standby_does_not_take_its_job_to_another_store() -> None:
     assert ended(c).state is JobState.FAILED
 
 
+def test_a_node_on_standby_waits_for_workers_that_go_to_another_store() -> None:
+    """Their node has left, and may look for the other store for as long as for a lease."""
+    sim = Simulation(job(1, heartbeat_timeout=2.0), endpoints=("store0", "store1"))
+    for name in "abc":
+        sim.add_host(name)
+    sim.partition(["store0", "a"], ["store1", "b", "c"])
+    a, b = sim.add_node("a"), sim.add_node("b")
+    sim.run_until(lambda: a.running is not None and b.running is not None, 60)
+    b.behavior = WorkerBehavior(stop_duration=0.5)
+    c = sim.add_node("c")
+    sim.run_until(lambda: c.is_standing_by, 60)
+    sim.heal()
+    sim.run_until(lambda: "RendezvousStoreLost: the others meet" in sim.trace, 60)
+    sim.partition(["b", "c"], ["store0"])
+    sim.run_until(lambda: c.running is not None, 60)
+    sim.heal()
+    sim.run_until(lambda: sim.is_settled(1, [a]), 60)
+
+
 def test_a_store_that_ends_after_others_have_left_it() -> None:
     """The node that stayed was another job, and the others cannot know when that has ended."""
     sim, a, b, c = three(seed=4, endpoints=("store0", "a"), heartbeat_timeout=2.0)
