@@ -37,7 +37,8 @@ Rules
 * Once a member of the round has notice of a preemption, no other round follows: all members get the
   notice, joiners stand by, and the job ends as preempted when no member has workers, or all workers
   agree.  Members stop their workers themselves at the deadline; they keep the notice in their
-  status.
+  status.  A member that has lost its place, or is excluded, is rejected when it has notice: the
+  round goes on without it.
 * When all members of the round have succeeded, or the policy grants no further attempt, or nodes
   are missing for too long, the job ends with one outcome for all.
 
@@ -116,6 +117,7 @@ from elastic_aio.rendezvous.formation import (
     form_when_possible,
     note_exclusions,
     recover_round,
+    reject,
     stop_active,
     wait_for_ranks,
 )
@@ -411,12 +413,16 @@ def _retry_later(state: CoordinatorState, record: MemberRecord, probe: ProbePeer
 
 
 def _note_preemption(state: CoordinatorState) -> None:
-    """Take the first notice of a member that takes part in a round."""
+    """Take the first notice of a member of the round; another member ends for itself."""
     if state.preemption is not None or state.round.number < 0:
         return
     for record in state.admitted():
         notice = record.status.preemption
         if notice is None or record.status.placement is None:
+            continue
+        is_placed = record.member in state.round.placements and not record.is_excluded
+        if not (is_placed or record.status.is_in_round):
+            reject(state, record, "it has notice of a preemption, and no place in the round")
             continue
         until = record.offset_bound(state.now) + notice.until
         # At most as long as when the member got it: its clock may have been set.

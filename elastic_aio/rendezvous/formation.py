@@ -559,7 +559,7 @@ def admit(state: CoordinatorState) -> None:
             )
         )
         if why := _mismatch(state, record):
-            _reject(state, record, why)
+            reject(state, record, why)
 
 
 def _mismatch(state: CoordinatorState, record: MemberRecord) -> str:
@@ -599,7 +599,8 @@ def _differences(state: CoordinatorState, record: MemberRecord) -> tuple[str, ..
     return tuple(new)
 
 
-def _reject(state: CoordinatorState, record: MemberRecord, why: str) -> None:
+def reject(state: CoordinatorState, record: MemberRecord, why: str) -> None:
+    """Let a member leave, which can never take part because of `why`."""
     record.is_rejected = True
     state.refuse(record, why)
     state.outbox.send(record, Reject(why))
@@ -647,7 +648,7 @@ def wait_for_ranks(state: CoordinatorState) -> None:
         if record.refused_because != why:
             state.refuse(record, why)
         if not state.arm(record.refused_at + state.settings.heartbeat_timeout + _LATE_S):
-            _reject(state, record, why)
+            reject(state, record, why)
         elif status.is_in_round:
             state.outbox.send(record, StopRound(status.round, why))
         else:

@@ -72,6 +72,8 @@ class SimNode:
         """Number of the change of its membership that was announced; -1 for none."""
         self.notice: float | None = None
         """Until when its workers have notice of a preemption, by its wall clock."""
+        self.has_own_notice = False
+        """Whether it was given notice of a preemption itself, while it ran workers or not."""
         self.is_healthy = True
         """Whether its health checks succeed."""
         self.is_checked = False
@@ -127,6 +129,7 @@ class SimNode:
     def request_preemption(self, seconds: float) -> None:
         """Give notice of a preemption to this node, as a signal does; called in the process."""
         assert self.driver is not None, "it was started before"
+        self.has_own_notice = True
         self.driver.request_preemption("a signal was received", seconds)
 
     def exclude(self) -> None:

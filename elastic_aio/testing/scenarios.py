@@ -427,12 +427,14 @@ class Scenario:
     def finish(self) -> None:
         """Let all workers succeed, and check that the job ends with one outcome.
 
-        A node that was stopped, or has found no store, ends by itself.
+        A node that was stopped, or has found no store, ends by itself; so does a node on standby
+        that was given notice of a preemption.
         """
         sim = self.sim
         left = [node for node in sim.live_nodes if node.has_place or node.is_standing_by]
         sim.finish_workers()
         sim.run_until(lambda: sim.is_over, self._settle_s)
+        left = [node for node in left if not (node.has_own_notice and node.is_standing_by)]
         outcomes = [node.outcome for node in left if node.outcome is not None]
         states = {one.state for one in outcomes if not one.is_rendezvous} - {JobState.STOPPED}
         # Two halves that met at different stores until just now may both have ended.
@@ -466,7 +468,7 @@ class Scenario:
     def _preempt_any(self) -> None:
         """Give notice to a random node, and maybe to another one."""
         random = self._notice_random
-        nodes = [one for one in self.sim.live_nodes if one.placement is not None]
+        nodes = self.sim.live_nodes
         for node in random.sample(nodes, min(len(nodes), random.choice([1, 1, 2]))):
             self.sim.preempt(node, random.choice([0.0, 0.5, 3.0, 20.0]))
 

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from elastic_aio.events import JobFinished, PreemptionNotice
-from elastic_aio.node_events import NodeStandby, RoundFormed
+from elastic_aio.node_events import NodeRefused, NodeStandby, RoundFormed
 from elastic_aio.outcome import PREEMPTED_CODE, PREEMPTION_CHANGE, JobState
 from elastic_aio.rendezvous.base import (
     ChangeAgreed,
@@ -275,6 +275,58 @@ def test_a_node_without_a_place_preempts_no_other() -> None:
     assert not notices(harness, "a")
 
 
+def check_rejected(harness: CoordinatorHarness, name: str) -> None:
+    """Check that a node was rejected for its notice, and that no other node has it."""
+    assert harness.end_of(name).is_rendezvous
+    (refused,) = harness.events(NodeRefused)
+    assert (refused.member, refused.why.partition(",")[0]) == (
+        name,
+        "it has notice of a preemption",
+    )
+    assert not harness.events(PreemptionNotice)
+    others = [one for one in harness.members if one != name]
+    assert not any(notices(harness, one) for one in others)
+
+
+def test_a_node_that_has_lost_its_place_preempts_no_other() -> None:
+    """It is on standby since another node has its rank; the round goes on."""
+    harness = running("a", "b", settings=RoundSettings(2, 2, last_call_timeout=0))
+    returning = harness.members["b"]
+    harness.join("c")
+    harness.lose("b")
+    assert harness.ranks == {"a": 0, "c": 1}
+    returning.report(RoundStopped(0))
+    harness.members["b"] = returning
+    harness.settle()
+    assert isinstance(harness.last("b"), NodeStandby)
+    give_notice(harness, "b")
+    check_rejected(harness, "b")
+    assert harness.ranks == {"a": 0, "c": 1}
+    harness.lose("b", is_lost=False)
+    harness.succeed("a", "c")
+    assert harness.outcome.state is JobState.SUCCEEDED
+
+
+def test_an_excluded_node_preempts_no_other_once_its_workers_have_ended() -> None:
+    """Also while the others wait for a node in its place."""
+    harness = running("a", "b", settings=RoundSettings(2, 3, last_call_timeout=0))
+    harness.exclude("b")
+    harness.fail("b")
+    assert harness.is_in(CoordinatorPhase.FORMING)
+    give_notice(harness, "b")
+    check_rejected(harness, "b")
+    harness.lose("b", is_lost=False)
+    harness.join("c")
+    assert harness.ranks == {"a": 0, "c": 1}
+
+
+def test_a_node_that_is_excluded_from_the_next_round_has_notice_for_all() -> None:
+    harness = running("a", "b")
+    harness.exclude("b")
+    give_notice(harness, "b")
+    assert notices(harness, "a")
+
+
 def test_a_node_that_does_not_stop_its_workers_holds_the_end_up_for_so_long() -> None:
     harness = running("a", "b")
     give_notice(harness, "a", 60.0)
@@ -407,6 +459,26 @@ def test_a_late_node_waits_and_ends_with_the_others() -> None:
     assert late.is_live
     sim.run_until(lambda: sim.is_over, 20.0)
     check_preempted([nodes[0], late])
+
+
+@pytest.mark.parametrize("had_place", [True, False])
+def test_a_node_on_standby_ends_for_itself(had_place: bool) -> None:
+    """The workers of the others run on, also if it has lost its place to another node."""
+    sim, (a, b) = simulated("ab")
+    if had_place:
+        sim.suspend("b", 5.0)
+    standby = sim.add_node("c")
+    placed = [a, standby] if had_place else [a, b]
+    standby = b if had_place else standby
+    sim.run_until(lambda: sim.is_settled(2, placed) and standby.is_standing_by, 20.0)
+    rounds = len(sim.checker.rounds.rounds)
+    sim.preempt(standby, 20.0)
+    sim.run(AT_ONCE_S)
+    check_preempted([standby])
+    assert len(sim.checker.rounds.rounds) == rounds
+    sim.finish_workers()
+    sim.run_until(lambda: sim.is_over, 5.0)
+    assert {ended(node).state for node in placed} == {JobState.SUCCEEDED}
 
 
 def test_a_node_that_comes_after_the_end_begins_the_job_anew() -> None:

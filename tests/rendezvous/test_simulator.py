@@ -234,7 +234,7 @@ def test_wrong_exit_codes_of_a_random_scenario_are_refused(codes: Any) -> None:
 
 def test_workers_of_a_random_scenario_fail_with_the_given_codes() -> None:
     found = set[int]()
-    for seed in range(20):
+    for seed in range(40):
         sim = run_random_scenario(seed, exit_codes=[78, 7])
         found |= set(map(int, re.findall(r"a worker fails with exit code (\d+)", sim.trace)))
     assert found == {7, 78}
