@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from elastic_aio.agent.driver import Driver, call_decide
 from elastic_aio.agent.event_log import EventLog
 from elastic_aio.agent.machine import (
+    AgentPhase,
     BarrierTimedOut,
     Effect,
     ExclusionReceived,
@@ -156,6 +157,11 @@ class MultiNodeDriver(Driver):
             case StopReceived() | InstructionReceived(EndJob()) if not self._over.done():
                 self._over.set_result(None)
         super().receive(received)
+        is_preempted = (
+            self._machine.notice is not None and self._machine.phase is AgentPhase.STOPPING
+        )
+        if self._checking is not None and is_preempted:
+            self._checking.cancel()  # no round follows that this host would have to be fit for
 
     def kill(self, reason: str = "", stop: StopReceived | None = None) -> None:
         """Shorten every stop to SIGKILL, wait for no other node, and end the job."""

@@ -272,6 +272,21 @@ async def test_a_check_ends_with_its_node(
         await cluster.succeed(host, attempt=0 if moment == "first" else 2)
 
 
+async def test_a_notice_of_a_preemption_ends_a_check_after_a_failure(tmp_path: Path) -> None:
+    """The host is about to be taken away, and no round follows."""
+    check = f"[ ! -e {tmp_path}/slow ] || {{ echo $$ > {tmp_path}/check; sleep 99; }}"
+    options: dict[str, Any] = {**RESTARTS, "health_check": check, "preempt_signal": "USR1"}
+    async with Cluster(tmp_path / "job", 2, **options) as cluster:
+        nodes = await cluster.start_all(2)
+        (tmp_path / "slow").touch()
+        (worker,) = await nodes[1].workers()
+        nodes[1].order(worker, "exit 3")
+        await until(lambda: (tmp_path / "check").exists())
+        nodes[0].send(signal.SIGUSR1)
+        for node in nodes:
+            assert (await node.ended()).code == 85
+
+
 async def test_a_check_does_not_outlast_the_job(tmp_path: Path) -> None:
     """Of a node that has not been fit from the start."""
     check = "[ $NODE_NAME != bad ] || sleep 99"
