@@ -344,12 +344,18 @@ class Driver:
         )
 
     def _may_be_leaving(self, status: ExitStatus) -> bool:
-        """Whether a SIGTERM to all processes of the job may have ended a worker."""
+        """Whether a signal to all processes of the job may have ended a worker.
+
+        That is SIGTERM, or the signal that is a notice of a preemption.
+        """
         spec = self._runtime.spec
-        if status.is_success or not (spec.max_restarts or spec.nnodes.maximum > 1):
+        signals = {SIGTERM, *spec.preemption.signals}
+        can_go_on = spec.max_restarts or spec.nnodes.maximum > 1
+        if status.is_success or not (can_go_on or spec.preemption.signals):
             return False
-        if status.signal is not None or status.shell_code == 128 + SIGTERM:
-            return status.shell_code == 128 + SIGTERM
+        is_ended = status.shell_code in {128 + signal for signal in signals}
+        if status.signal is not None or is_ended:
+            return is_ended
         # It may have handled the signal; but then the others have got it too.
         others = [one.pid for one in self._current_group.records.values() if one.exit is None]
         return bool(others) and not any(map(has_missed_sigterm, others))

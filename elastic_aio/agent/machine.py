@@ -31,8 +31,9 @@ A job of one node
 
 * A failed attempt is followed by another attempt if the restart policy grants it, after its delay.
   A permanent failure, which no attempt can repair, ends the job.
-* A failure that a SIGTERM to all processes may have caused is judged `LEAVING_S` later, if it could
-  be repeated: a stop that is received by then has ended the attempt.
+* A failure that SIGTERM, or the signal of a preemption, to all processes may have caused is judged
+  `LEAVING_S` later, if it could be repeated or the job has such a signal: a stop or a notice that
+  is received by then has ended the attempt.
 * A process that could not be killed is left behind, and no attempt follows.
 * No failed attempt is followed by another once this node is excluded: the job has no other node.
 * A requested restart stops the group.  Another attempt follows, which costs no restart, unless a
@@ -170,7 +171,7 @@ class ExclusionReceived(EffectResult, frozen=True):
 class WorkerEnded(EffectResult, frozen=True):
     """A worker has exited; a victim was signalled by a stop before.
 
-    `is_lost_peer`: it has failed because another worker has ended.  `may_be_leaving`: a SIGTERM to
+    `is_lost_peer`: it has failed because another worker has ended.  `may_be_leaving`: a signal to
     all processes of the job may have ended it, which reaches the launcher a little later.
     """
 
@@ -720,8 +721,10 @@ class SingleNodeMachine(AgentMachine):
             return self._finish_stopped()
         if not stopped.failures:
             return self._finish_without_failure(has_survivors=stopped.has_survivors)
-        can_follow = not (stopped.has_survivors or self._budget.is_exhausted(self._uptime))
-        if not self._may_be_leaving or not can_follow:
+        # The notice of a preemption changes the end, even if no attempt could follow.
+        is_exhausted = self._budget.is_exhausted(self._uptime)
+        can_follow = not is_exhausted or bool(self._spec.preemption.signals)
+        if not self._may_be_leaving or stopped.has_survivors or not can_follow:
             return self._judge(has_survivors=stopped.has_survivors)
         if self._is_ending:
             return self._finish_stopped()

@@ -459,8 +459,9 @@ class MultiNodeMachine(AgentMachine):
             self.phase = AgentPhase.LEAVING
             return self._leave(stays=stays)
         self.phase = AgentPhase.DONE
-        # What workers do after a notice is no failure of the attempt.
-        own = () if self._has_notice else self._failures
+        # What workers do after a notice, or by its signal, is no failure of the attempt.
+        is_excused = self._has_notice or (self.notice is not None and self._may_be_leaving)
+        own = () if is_excused else self._failures
         failures = _merge(finish.outcome.failures, own)
         if finish.outcome.failures:
             finish = Finish(replace(finish.outcome, failures=failures), finish.error)

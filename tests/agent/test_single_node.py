@@ -44,7 +44,7 @@ from elastic_aio.events import AttemptFailed, PreemptionNotice, Restarting
 from elastic_aio.outcome import PREEMPTION_CHANGE, ExitStatus, Failure, JobOutcome, JobState
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.restart import CAUSE_S, LEAVING_S, Backoff, RestartAction, RestartPolicy
-from elastic_aio.spec.stop import StopPlan, StopStep
+from elastic_aio.spec.stop import PreemptionSpec, StopPlan, StopStep
 from tests.support.restarts import at_once
 from tests.support.simulated_driver import SimulatedDriver
 
@@ -105,6 +105,7 @@ LATER: dict[str, Any] = {
     "max_restarts": 3,
     "restart": RestartPolicy(backoff=Backoff(initial=4, factor=2, jitter=False)),
 }
+USR1: dict[str, Any] = {"preemption": PreemptionSpec(signal=10)}
 ASKING: dict[str, Any] = {"max_restarts": 1, "restart": RestartPolicy(decide=never_called)}
 
 
@@ -226,6 +227,26 @@ ROWS: dict[str, Row] = {
         [PUBLISHED, restarting(GRANTED), StartGroup(1, 1)],
         P.STARTING,
         ONE_MORE,
+    ),
+    "stopping: stopped, failed for the last time, perhaps by the signal of a preemption": case(
+        [*RUNNING, leaving(1)], group_stopped(failure()), [BackOff(0, LEAVING_S)], P.DECIDING, USR1
+    ),
+    "deciding: a notice after the last failure": case(
+        [*RUNNING, leaving(1), group_stopped(failure())],
+        NOTICE,
+        [NOTICED, CancelBackOff(), PREEMPTED],
+        P.DONE,
+        USR1,
+    ),
+    "deciding: no notice after the last failure": case(
+        [*RUNNING, leaving(1), group_stopped(failure())],
+        BackoffElapsed(0),
+        [PUBLISHED, GIVEN_UP],
+        P.DONE,
+        USR1,
+    ),
+    "stopping: stopped, failed for the last time, and a notice meanwhile": case(
+        [*RUNNING, leaving(1), NOTICE], group_stopped(failure()), [PREEMPTED], P.DONE, USR1
     ),
     "stopping: stopped, failed, and SIGTERM received meanwhile": case(
         [*RUNNING, leaving(1), SIGNAL], group_stopped(failure()), [QUIT], P.DONE, ONE_MORE

@@ -87,6 +87,24 @@ def test_workers_that_run_at_the_deadline_are_stopped(tmp_path: Path) -> None:
     assert "was preempted: SIGUSR2 was received" in ended.err
 
 
+@pytest.mark.parametrize("restarts", [0, 3])
+@pytest.mark.parametrize("name", ["USR1", "TERM"])
+def test_the_signal_to_all_processes_is_no_failure(
+    name: str, restarts: int, tmp_path: Path
+) -> None:
+    """It ends the workers before it reaches the launcher, as in a control group."""
+    options = f"--preempt-signal={name}", f"--max-restarts={restarts}"
+    with noted_job(tmp_path, 2, noting(), *options) as (launcher, pids):
+        number = signal.Signals[f"SIG{name}"]
+        launcher.send(signal.SIGSTOP)  # or it may judge their ends before, on a busy host
+        for pid in pids:
+            os.kill(pid, number)
+        launcher.send(number)
+        launcher.send(signal.SIGCONT)
+        assert launcher.wait() == 85
+        assert "failed" not in launcher.err
+
+
 def test_sigterm_is_a_notice_first_and_then_a_stop(tmp_path: Path) -> None:
     """Kubernetes sends one; the second one begins the stop plan, the third one kills."""
     options = "--preempt-signal=TERM", "--shutdown-timeout=60"
@@ -263,6 +281,27 @@ async def test_all_nodes_stop_their_workers_at_the_deadline(tmp_path: Path) -> N
         assert none_alive([worker.pid for worker in workers])()
         for node in nodes:
             assert node.events_of(StopRequested)[0].reason == "the job is preempted"
+
+
+@pytest.mark.black_box
+@pytest.mark.parametrize("restarts", [0, 3])
+async def test_the_signal_to_all_processes_of_all_nodes(restarts: int, tmp_path: Path) -> None:
+    """It ends the workers of each node before it reaches the launcher."""
+    options = {"max_restarts": restarts, "preempt_signal": "USR1"}
+    async with Cluster(tmp_path, 2, **options) as cluster:  # type: ignore[arg-type]  # of any kind
+        nodes = await cluster.start_all(2)
+        for node in nodes:
+            node.send(signal.SIGSTOP)
+        for worker in await cluster.workers(*nodes):
+            os.kill(worker.pid, signal.SIGUSR1)
+        for node in nodes:
+            node.send(signal.SIGUSR1)
+        for node in nodes:
+            node.send(signal.SIGCONT)
+        await check_preempted(*nodes)
+        for node in nodes:
+            assert not node.events_of(AttemptFailed)
+            assert len(node.events_of(RoundFormed)) == 1
 
 
 @pytest.mark.black_box
