@@ -418,7 +418,7 @@ def _note_preemption(state: CoordinatorState) -> None:
         return
     for record in state.admitted():
         notice = record.status.preemption
-        if notice is None or record.status.placement is None:
+        if notice is None:
             continue
         is_placed = record.member in state.round.placements and not record.is_excluded
         if not (is_placed or record.status.is_in_round):

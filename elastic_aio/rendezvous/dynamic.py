@@ -478,9 +478,7 @@ class DynamicRendezvous(Rendezvous):
                     self._agent.on_event(self._other_runs.complete(effect, looks=looks))
                 case NodeExcluded(seconds=seconds):
                     self._agent.on_event(effect)
-                    if seconds is not None:
-                        ending = self._end_exclusion(seconds)
-                        self._excluding = create_task(ending, name="end of the exclusion")
+                    self._begin_exclusion(seconds)
                 case Event():
                     self._agent.on_event(effect)
                 case ProbePeers():
@@ -520,6 +518,13 @@ class DynamicRendezvous(Rendezvous):
             self._perform(self._member.fail(str(error)))
             return False
         return True
+
+    def _begin_exclusion(self, seconds: float | None) -> None:
+        if self._excluding is not None:
+            self._excluding.cancel()  # of a shorter exclusion
+        if seconds is not None:
+            ending = self._end_exclusion(seconds)
+            self._excluding = create_task(ending, name="end of the exclusion")
 
     async def _end_exclusion(self, seconds: float) -> None:
         """Take part again after so many seconds, once this host is healthy."""

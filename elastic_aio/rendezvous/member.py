@@ -239,10 +239,13 @@ class Member:
     def exclude(self, why: str, seconds: float | None = None) -> None:
         """Take part in no further round, because of `why`; `seconds` replaces `exclude_for`.
 
-        The first reason counts until the time is over.
+        Of several reasons the one for the longest time counts, and of equal ones the first.
         """
-        if not self.status.exclusion:
-            self._excluded_for = self._exclude_for if seconds is None else seconds
+        wanted = self._exclude_for if seconds is None else seconds
+        present = self._excluded_for
+        is_longer = present is not None and (wanted is None or wanted > present)
+        if is_longer or not self.status.exclusion:
+            self._excluded_for, self.is_excluded = wanted, False  # it begins anew
             self._update(exclusion=sanitize(why))
 
     def extend_exclusion(self, why: str, seconds: float | None = None) -> NodeExcluded:

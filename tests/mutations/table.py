@@ -18,6 +18,7 @@ _JOBS: Final = _DISCOVERY + "test_runs.py::"
 _PREEMPTION: Final = _RENDEZVOUS + "test_preemption.py::"
 _SCALE_UP: Final = _RENDEZVOUS + "test_scale_up.py::"
 _EXCLUSION: Final = _RENDEZVOUS + "test_exclusion.py::"
+_SIMULATOR: Final = _RENDEZVOUS + "test_simulator.py::"
 _PROGRESS: Final = _RENDEZVOUS + "test_progress_limit.py::"
 _END: Final = _RENDEZVOUS + "test_job_end.py::"
 _STORE: Final = "tests/store/"
@@ -950,7 +951,39 @@ MUTATIONS: Final = (
         "the number of the last round at a store only grows",
         _COORDINATOR + "test_the_record_of_a_newer_round_is_not_replaced",
     ),
+    Mutation(
+        "refused-for-ever",
+        "rendezvous/formation.py",
+        'record.refused_because = ""  # it was refused as a joiner, and nodes are missing now',
+        "pass",
+        "a node that was refused as a joiner stays in later rounds",
+        _SIMULATOR + "test_a_node_that_was_refused_as_a_joiner_stays_in_later_rounds",
+    ),
+    Mutation(
+        "moved-unfenced",
+        "rendezvous/coordinator_runner.py",
+        "coordinator.fence(now + self._settings.heartbeat_timeout)",
+        "coordinator.fence(now)",
+        "no round begins beside the workers of nodes that go to another store",
+        _SIMULATOR + "test_a_node_on_standby_waits_for_workers_that_go_to_another_store",
+    ),
     # ----------------------------------------------------------- preemption
+    Mutation(
+        "notice-without-place",
+        "rendezvous/coordinator.py",
+        "if not (is_placed or record.status.is_in_round):",
+        "if not record:",
+        "a node without a place in a round preempts no job",
+        _PREEMPTION + "test_a_node_without_a_place_preempts_no_other",
+    ),
+    Mutation(
+        "notice-of-excluded",
+        "rendezvous/coordinator.py",
+        "is_placed = record.member in state.round.placements and not record.is_excluded",
+        "is_placed = record.member in state.round.placements",
+        "an excluded node preempts no other",
+        _PREEMPTION + "test_an_excluded_node_preempts_no_other_once_its_workers_have_ended",
+    ),
     Mutation(
         "notice-not-passed-on",
         "rendezvous/coordinator.py",
@@ -966,14 +999,6 @@ MUTATIONS: Final = (
         "if state.preemption is not None or state.outbox.term > 1:",
         "another coordinator passes the notice on",
         _PREEMPTION + "test_another_coordinator_passes_the_notice_on",
-    ),
-    Mutation(
-        "notice-of-a-joiner",
-        "rendezvous/coordinator.py",
-        "if notice is None or record.status.placement is None:",
-        "if notice is None:",
-        "a node without a place in a round preempts no job",
-        _PREEMPTION + "test_a_node_without_a_place_preempts_no_other",
     ),
     Mutation(
         "notice-postponed-by-a-clock",
@@ -1115,10 +1140,18 @@ MUTATIONS: Final = (
     Mutation(
         "exclusion-shortened",
         "rendezvous/member.py",
-        "if not self.status.exclusion:",
+        "if is_longer or not self.status.exclusion:",
         "if why:",
-        "the first reason of an exclusion counts",
+        "a shorter exclusion does not replace a longer one",
         _EXCLUSION + "test_the_first_reason_counts_until_the_time_is_over",
+    ),
+    Mutation(
+        "exclusion-not-extended",
+        "rendezvous/member.py",
+        "if is_longer or not self.status.exclusion:",
+        "if not self.status.exclusion:",
+        "the longest exclusion counts",
+        _EXCLUSION + "test_the_longest_time_counts",
     ),
     Mutation(
         "succeeded-excluded",

@@ -16,9 +16,13 @@ from elastic_aio.rendezvous.base import UNCHECKED, ExclusionRequested, RestartPe
 from elastic_aio.rendezvous.member import Member
 from elastic_aio.rendezvous.messages import StandBy
 from elastic_aio.rendezvous.state import CoordinatorPhase, RoundSettings
+from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import Backoff, RestartAction
+from elastic_aio.testing import Simulation
 from tests.support.coordinator_harness import CoordinatorHarness, failure, status
 from tests.support.restarts import at_once
+from tests.support.simulated_nodes import together
 
 ASKED = at_once(decide=lambda failure: RestartAction.EXCLUDE)
 
@@ -215,6 +219,44 @@ def test_the_first_reason_counts_until_the_time_is_over() -> None:
     assert (own.why, own.seconds) == ("for ever", None)
     harness.members["a"].readmit()
     assert not harness.members["a"].status.exclusion
+
+
+def test_the_longest_time_counts() -> None:
+    """Of two reasons before the workers have ended, and of one after that."""
+    harness = job(has_decide=True)
+    harness.exclude("a", "its health check has failed", 5.0)
+    harness.exclude("a", "rank 0: bad", 60.0)
+    harness.exclude("a", "rank 0: worse", 60.0)
+    harness.fail("a", failure(7))
+    assert [(one.why, one.seconds) for one in own_events(harness, "a")] == [("rank 0: bad", 60.0)]
+    harness.answer(RestartAction.EXCLUDE)
+    first, second = own_events(harness, "a")
+    assert second.seconds is None
+    assert second.why.startswith("restart.decide has excluded it")
+    assert [one.why for one in harness.events(NodeExcluded)] == [first.why, second.why]
+    assert harness.ranks == {"s": 0, "b": 1}
+
+
+@pytest.mark.parametrize("seconds", [None, 60.0])
+def test_decide_excludes_a_node_for_longer_than_its_health_check(seconds: float | None) -> None:
+    """The node is healthy soon after the failure, and the decision stands."""
+    policy = at_once(decide=lambda failure: RestartAction.EXCLUDE, exclude_for=seconds)
+    rendezvous = RendezvousSpec(last_call_timeout=0, health_check="check", heartbeat_timeout=2)
+    spec = LaunchSpec("x", nnodes=2, max_restarts=3, restart=policy, rendezvous=rendezvous)
+    sim = Simulation(spec, endpoints=("store0",))
+    a, b = together(sim, "ab")
+    spare = sim.add_node("c")
+    sim.run_until(lambda: spare.is_standing_by, 10.0)
+    b.is_healthy = False
+    sim.fail_worker(b)
+    sim.run_until(lambda: sim.is_settled(2, [a, spare]), 10.0)
+    b.is_healthy = True
+    sim.kill(spare)
+    sim.run(50.0)
+    assert (a.running, b.running) == (None, None)
+    assert not b.is_standing_by
+    sim.run(20.0)
+    assert sim.is_settled(2, [a, b]) is (seconds is not None)
 
 
 def test_a_joiner_stands_by_while_the_next_round_would_lack_nodes() -> None:
