@@ -72,6 +72,8 @@ class SimNode:
         """Number of the change of its membership that was announced; -1 for none."""
         self.notice: float | None = None
         """Until when its workers have notice of a preemption, by its wall clock."""
+        self.was_stopped = False
+        """Whether a user has stopped it."""
         self.has_own_notice = False
         """Whether it was given notice of a preemption itself, while it ran workers or not."""
         self.is_healthy = True
@@ -124,6 +126,7 @@ class SimNode:
     def request_stop(self) -> None:
         """Stop the job on this node, as a user does; called in the process."""
         assert self.driver is not None, "it was started before"
+        self.was_stopped = True
         self.driver.request_stop("it was stopped")
 
     def request_preemption(self, seconds: float) -> None:

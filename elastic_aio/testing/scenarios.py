@@ -433,16 +433,17 @@ class Scenario:
     def finish(self) -> None:
         """Let all workers succeed, and check that the job ends with one outcome.
 
-        A node that was stopped, or has found no store, ends by itself; so does a node on standby
-        that was given notice of a preemption.
+        A node that was stopped, also after its success, or has found no store, ends by itself; so
+        does a node on standby that was given notice of a preemption.
         """
         sim = self.sim
         left = [node for node in sim.live_nodes if node.has_place or node.is_standing_by]
         sim.finish_workers()
         sim.run_until(lambda: sim.is_over, self._settle_s)
-        left = [node for node in left if not (node.has_own_notice and node.is_standing_by)]
+        alone = [one for one in left if one.has_own_notice and one.is_standing_by]
+        left = [node for node in left if not (node.was_stopped or node in alone)]
         outcomes = [node.outcome for node in left if node.outcome is not None]
-        states = {one.state for one in outcomes if not one.is_rendezvous} - {JobState.STOPPED}
+        states = {one.state for one in outcomes if not one.is_rendezvous}
         # Two halves that met at different stores until just now may both have ended.
         places = [store for store in sim.checker.stores.values() if store.ends]
         if len(states) > 1 and len(places) == 1:

@@ -331,7 +331,8 @@ def test_a_node_that_is_cut_off_stops_by_its_plan(
 
 
 @pytest.mark.parametrize(
-    "seed", [2461, 2764, 2895, 4609, 4692, 4734, 6710, 8637, 12973, 20668, 26879]
+    "seed",
+    [2461, 2764, 2895, 4609, 4692, 4734, 6710, 8637, 10504, 12973, 20668, 26879, 301176, 400719],
 )
 def test_a_scenario_that_has_failed_before(seed: int) -> None:
     run_random_scenario(seed)
