@@ -37,8 +37,8 @@ Rules
 * Once a member of the round has notice of a preemption, no other round follows: all members get the
   notice, joiners stand by, and the job ends as preempted when no member has workers, or all workers
   agree.  Members stop their workers themselves at the deadline; they keep the notice in their
-  status.  A member that has lost its place, or is excluded, is rejected when it has notice: the
-  round goes on without it.
+  status.  A member that has lost its place, or is excluded, is rejected when it has notice, unless
+  it serves the only store: the round goes on without it.
 * When all members of the round have succeeded, or the policy grants no further attempt, or nodes
   are missing for too long, the job ends with one outcome for all.
 
@@ -413,7 +413,7 @@ def _retry_later(state: CoordinatorState, record: MemberRecord, probe: ProbePeer
 
 
 def _note_preemption(state: CoordinatorState) -> None:
-    """Take the first notice of a member of the round; another member ends for itself."""
+    """Take the first notice of a member that the round needs; another one ends for itself."""
     if state.preemption is not None or state.round.number < 0:
         return
     for record in state.admitted():
@@ -421,7 +421,9 @@ def _note_preemption(state: CoordinatorState) -> None:
         if notice is None:
             continue
         is_placed = record.member in state.round.placements and not record.is_excluded
-        if not (is_placed or record.status.is_in_round):
+        # Without its store, the others could not go on.
+        is_needed = record.status.is_host and not state.settings.may_move
+        if not (is_placed or is_needed or record.status.is_in_round):
             reject(state, record, "it has notice of a preemption, and no place in the round")
             continue
         until = record.offset_bound(state.now) + notice.until

@@ -330,6 +330,33 @@ async def test_the_coordinator_is_killed_during_the_notice(tmp_path: Path) -> No
 
 
 @pytest.mark.black_box
+@pytest.mark.parametrize("serves", [True, False])
+async def test_a_notice_to_an_excluded_node(serves: bool, tmp_path: Path) -> None:
+    """It is one to all nodes if it serves their store; else the others go on."""
+    async with Cluster(tmp_path, "2:3", preempt_signal="USR1", max_restarts=3) as cluster:
+        nodes = await cluster.start_all(3)
+        host = cluster.store_host()
+        excluded = next(node for node in nodes if (node is host) is serves)
+        others = [node for node in nodes if node is not excluded]
+        (worker,) = await excluded.workers()
+        assert await excluded.ask(worker, "exclude bad memory") == "True"
+        excluded.order(worker, "exit 3")
+        workers = await cluster.workers(*others, attempt=1)
+        excluded.send(signal.SIGUSR1)
+        if not serves:
+            assert (await excluded.ended()).code == 85
+            await cluster.succeed(*others, attempt=1)
+            return
+        for node in others:
+            await node.event(PreemptionNotice)
+            assert excluded.is_running
+            (own,) = [one for one in workers if one.node == node.name]
+            node.order(own, "exit 0")
+        for node in nodes:
+            assert (await node.ended()).code == 85
+
+
+@pytest.mark.black_box
 async def test_a_stopped_host_during_the_notice(tmp_path: Path) -> None:
     """A node that is suspended for a moment gets the notice later, and its own deadline."""
     async with Cluster(tmp_path, 2, preempt_signal="USR1") as cluster:

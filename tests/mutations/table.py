@@ -971,7 +971,7 @@ MUTATIONS: Final = (
     Mutation(
         "notice-without-place",
         "rendezvous/coordinator.py",
-        "if not (is_placed or record.status.is_in_round):",
+        "if not (is_placed or is_needed or record.status.is_in_round):",
         "if not record:",
         "a node without a place in a round preempts no job",
         _PREEMPTION + "test_a_node_without_a_place_preempts_no_other",

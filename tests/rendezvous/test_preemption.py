@@ -320,6 +320,24 @@ def test_an_excluded_node_preempts_no_other_once_its_workers_have_ended() -> Non
     assert harness.ranks == {"a": 0, "c": 1}
 
 
+@pytest.mark.parametrize("may_move", [False, True])
+def test_an_excluded_node_that_serves_the_store_has_notice_for_all(may_move: bool) -> None:
+    """If there is no other endpoint: the job could not go on without the host."""
+    settings = RoundSettings(1, 2, last_call_timeout=0, may_move=may_move)
+    harness = running("a", "b", settings=settings)
+    harness.members["b"].set_address("b", is_host=True)
+    harness.exclude("b")
+    harness.fail("b")
+    assert harness.ranks == {"a": 0}
+    give_notice(harness, "b")
+    if may_move:
+        check_rejected(harness, "b")
+        return
+    assert notices(harness, "a")
+    end_workers(harness, "a")
+    assert {harness.end_of(name).state for name in "ab"} == {JobState.PREEMPTED}
+
+
 def test_a_node_that_is_excluded_from_the_next_round_has_notice_for_all() -> None:
     harness = running("a", "b")
     harness.exclude("b")
