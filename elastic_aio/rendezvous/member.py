@@ -170,8 +170,8 @@ class Member:
         if self.has_seen_success and not isinstance(order.body, (MembersDone, EndJob)):
             self._update(members_done=0)  # the job goes on after all
         match order.body:
-            case StartRound() if self.status.preemption is not None:
-                return []  # its acknowledgement has the notice
+            case StartRound() if self.status.preemption is not None or self.is_excluded:
+                return []  # its acknowledgement has the notice, or the exclusion
             case StartRound():
                 return self._start(order.body)
             case StopRound(round, why):

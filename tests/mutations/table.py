@@ -1011,8 +1011,8 @@ MUTATIONS: Final = (
     Mutation(
         "start-after-a-notice",
         "rendezvous/member.py",
-        "case StartRound() if self.status.preemption is not None:",
-        "case StartRound() if False:",
+        "case StartRound() if self.status.preemption is not None or self.is_excluded:",
+        "case StartRound() if self.is_excluded:",
         "a member with a notice takes no placement",
         _PREEMPTION + "test_a_node_with_its_own_notice_takes_no_placement",
     ),
@@ -1144,6 +1144,14 @@ MUTATIONS: Final = (
         "if why:",
         "a shorter exclusion does not replace a longer one",
         _EXCLUSION + "test_the_first_reason_counts_until_the_time_is_over",
+    ),
+    Mutation(
+        "start-of-excluded",
+        "rendezvous/member.py",
+        "case StartRound() if self.status.preemption is not None or self.is_excluded:",
+        "case StartRound() if self.status.preemption is not None:",
+        "a member that is excluded takes no placement",
+        _EXCLUSION + "test_an_excluded_node_takes_no_place_that_was_on_its_way",
     ),
     Mutation(
         "exclusion-not-extended",

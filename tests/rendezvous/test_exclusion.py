@@ -12,7 +12,13 @@ from elastic_aio.node_events import (
     RoundFormed,
     RoundForming,
 )
-from elastic_aio.rendezvous.base import UNCHECKED, ExclusionRequested, RestartPending, RoundStopped
+from elastic_aio.rendezvous.base import (
+    UNCHECKED,
+    ExclusionRequested,
+    RestartPending,
+    RoundStopped,
+    StartRound,
+)
 from elastic_aio.rendezvous.member import Member
 from elastic_aio.rendezvous.messages import StandBy
 from elastic_aio.rendezvous.state import CoordinatorPhase, RoundSettings
@@ -219,6 +225,22 @@ def test_the_first_reason_counts_until_the_time_is_over() -> None:
     assert (own.why, own.seconds) == ("for ever", None)
     harness.members["a"].readmit()
     assert not harness.members["a"].status.exclusion
+
+
+def test_an_excluded_node_takes_no_place_that_was_on_its_way() -> None:
+    """A report of a worker arrives after the end of the workers, and crosses the order."""
+    harness = job()
+    harness.drop_orders("a")
+    harness.fail("a")
+    start = harness.dropped["a"]
+    assert isinstance(start.body, StartRound)
+    harness.restore_orders()
+    member = harness.members["a"]
+    harness.perform("a", member.report(ExclusionRequested(0, "bad", 60.0)))
+    assert member.on_order(start) == []
+    harness.settle()
+    assert harness.ranks == {"s": 0, "b": 1}
+    assert harness.numbers("s") == (2, 2, 1, 1)
 
 
 def test_the_longest_time_counts() -> None:
