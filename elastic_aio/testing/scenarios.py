@@ -434,13 +434,14 @@ class Scenario:
         """Let all workers succeed, and check that the job ends with one outcome.
 
         A node that was stopped, also after its success, or has found no store, ends by itself; so
-        does a node on standby that was given notice of a preemption.
+        does a node that was given notice of a preemption on standby, or without a store.
         """
         sim = self.sim
         left = [node for node in sim.live_nodes if node.has_place or node.is_standing_by]
         sim.finish_workers()
         sim.run_until(lambda: sim.is_over, self._settle_s)
-        alone = [one for one in left if one.has_own_notice and one.is_standing_by]
+        noticed = [node for node in left if node.has_own_notice]
+        alone = [node for node in noticed if node.is_standing_by or not node.is_ending]
         left = [node for node in left if not (node.was_stopped or node in alone)]
         outcomes = [node.outcome for node in left if node.outcome is not None]
         states = {one.state for one in outcomes if not one.is_rendezvous}
@@ -665,7 +666,12 @@ class Scenario:
         return nnodes.minimum <= len(placed) == size and is_full
 
     def _is_aside(self, node: SimNode) -> bool:
-        """Return whether a node has succeeded in a round that others replaced at another store."""
+        """Return whether a node is excluded, or has succeeded in a round that others replaced.
+
+        Others replace a round with a success at another store only.
+        """
+        if self.sim.now < node.excluded_until:
+            return True
         rounds = self.sim.checker.rounds.rounds
         if node.placement is None or not rounds:
             return False

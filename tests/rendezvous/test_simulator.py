@@ -71,6 +71,13 @@ def test_a_write_of_a_connection_that_was_given_up_does_not_arrive() -> None:
     run_random_scenario(537, LaunchSpec("x", nnodes="1:3"))
 
 
+@pytest.mark.parametrize("seed", [9, 33, 42])
+def test_a_policy_that_excludes_nodes_for_ever(seed: int) -> None:
+    """The others come together without them."""
+    policy = RestartPolicy(decide=lambda failure: RestartAction.EXCLUDE)
+    run_random_scenario(seed, job("2:4", max_restarts=3, restart=policy))
+
+
 def test_a_seed_gives_one_trace() -> None:
     assert run_random_scenario(5).trace == run_random_scenario(5).trace
     assert run_random_scenario(5).trace != run_random_scenario(6).trace
