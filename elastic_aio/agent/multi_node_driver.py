@@ -157,11 +157,9 @@ class MultiNodeDriver(Driver):
             case StopReceived() | InstructionReceived(EndJob()) if not self._over.done():
                 self._over.set_result(None)
         super().receive(received)
-        is_preempted = (
-            self._machine.notice is not None and self._machine.phase is AgentPhase.STOPPING
-        )
-        if self._checking is not None and is_preempted:
-            self._checking.cancel()  # no round follows that this host would have to be fit for
+        is_stopping = self._machine.phase is AgentPhase.STOPPING
+        if self._machine.notice is not None and is_stopping and not self._over.done():
+            self._over.set_result(None)  # no round follows that this host would have to be fit for
 
     def kill(self, reason: str = "", stop: StopReceived | None = None) -> None:
         """Shorten every stop to SIGKILL, wait for no other node, and end the job."""
