@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from elastic_aio.cli.local_jobs import choose_run, command, recorded_events
 from elastic_aio.cli.options import print_error
@@ -152,7 +152,12 @@ def _print_events(arguments: argparse.Namespace) -> None:
                 _print_event(event, is_json=arguments.json)
         return
     client = CommandClient(job)
-    for event in iterate_blocking(client.events(arguments.after, follow=arguments.follow)):
+    events: Iterable[Event] = iterate_blocking(
+        client.events(arguments.after, follow=arguments.follow)
+    )
+    if not arguments.follow:
+        events = [*events]  # a pager may stop reading, the agent waits for no client
+    for event in events:
         _print_event(event, is_json=arguments.json)
 
 

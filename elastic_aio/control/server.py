@@ -14,14 +14,15 @@ import asyncio
 import os
 import socket
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
 from msgspec.json import encode
 
 from elastic_aio.aio import ForkGuard, create_task
 from elastic_aio.control.sockets import SOCKET_SUFFIX, is_peer_allowed, make_directory
+from elastic_aio.errors import ControlError
 from elastic_aio.sockets import Acceptor
 from elastic_aio.text import error_reason, format_value
 
@@ -42,6 +43,7 @@ class ControlServer:
         on_unavailable: Callable[[str], None],
         *,
         connections_max: int = 64,
+        waiting_max: int = 48,
         watched_after: float = 10.0,
         remade_after: float = 1.0,
     ) -> None:
@@ -51,6 +53,7 @@ class ControlServer:
             job: what requests are about.
             on_unavailable: called with the reason when no socket can be made.
             connections_max: connections at a time.
+            waiting_max: those of them that may follow the job or wait for it.
             watched_after: seconds until the socket is watched.  A short job does without: the
                 kernel frees a watch after an RCU grace period, for which the end of the process
                 waits (5 to 20 ms).
@@ -67,6 +70,8 @@ class ControlServer:
         self._watcher: InotifyWatcher | None = None
         self._timer: asyncio.TimerHandle | None = None  # until it is watched, or made anew
         self._connections_max = connections_max
+        self._waiting_max = waiting_max
+        self._waiting = 0
         self.watched_after = watched_after
         """Seconds until the next socket is watched."""
         self._remade_after = remade_after
@@ -160,9 +165,20 @@ class ControlServer:
         if len(self._sessions) >= self._connections_max:
             refuse(connection, f"{self._connections_max} connections are open already")
             return
-        task = create_task(serve(connection, job), name="answer a control request")
+        task = create_task(serve(connection, job, self._place), name="answer a control request")
         self._sessions.add(task)
         task.add_done_callback(self._on_answered)
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        """Take a place of a client that waits, or raise a ControlError."""
+        if self._waiting >= self._waiting_max:
+            raise ControlError(f"{self._waiting} clients follow the job or wait for it already")
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
 
     def _on_answered(self, session: asyncio.Task[None]) -> None:
         self._sessions.discard(session)

@@ -44,8 +44,11 @@ from elastic_aio.text import format_value
 
 PATIENCE: Final = 5.0
 """Seconds for a client to send its request."""
+_READ_S: Final = 60.0  # for a client to read a part of its answer, unless it follows the job
 
 Send = Callable[[Reply], Awaitable[None]]
+Place = Callable[[], contextlib.AbstractContextManager[None]]
+"""Takes a place among the clients that wait, or raises a ControlError."""
 
 
 class ViewedJob(Protocol):
@@ -77,11 +80,12 @@ class ControlledJob(ViewedJob, Protocol):
     def forward_signal(self, signal: int | str, *, rank: int | None = None) -> tuple[int, ...]: ...
 
 
-async def serve(connection: socket.socket, job: ControlledJob) -> None:
+async def serve(connection: socket.socket, job: ControlledJob, place: Place) -> None:
     """Read one request from a connection, answer it, and close the connection.
 
     A client that reads slowly delays only its own answer; a client that breaks off, or takes too
-    long to send its request, gets none.
+    long to send its request, gets none.  A client that waits for the job needs a `place`, so that
+    others can ask at any time.
 
     Cancellation: the connection is closed; the request goes on.
     """
@@ -94,13 +98,20 @@ async def serve(connection: socket.socket, job: ControlledJob) -> None:
     # Without a buffer, `drain` waits until the kernel has all of the answer.
     writer.transport.set_write_buffer_limits(0)
 
+    is_answered = False
+    seconds: float | None = None  # for the client to take a part of the answer
+
     async def send(reply: Reply) -> None:
         if writer.is_closing():  # uvloop raises a RuntimeError
             raise ConnectionResetError
         writer.write(encode(reply))
-        await writer.drain()
+        try:
+            async with asyncio.timeout(seconds):
+                await writer.drain()
+        except TimeoutError:
+            writer.transport.abort()
+            raise ConnectionResetError from None
 
-    is_answered = False
     try:
         async with asyncio.timeout(PATIENCE):
             try:
@@ -110,7 +121,8 @@ async def serve(connection: socket.socket, job: ControlledJob) -> None:
                 return
         if has_event(connection.fileno()):
             return  # it has hung up: this process was suspended, or busy
-        answering = create_task(_answer(job, request, client, send), name="answer")
+        seconds = None if request.waits else _READ_S
+        answering = create_task(_answer(job, request, client, send, place), name="answer")
         ending = create_task(_hang_up(reader, connection), name="end of a control connection")
         try:
             await asyncio.wait([answering, ending], return_when=asyncio.FIRST_COMPLETED)
@@ -145,12 +157,16 @@ async def _read_request(reader: asyncio.StreamReader) -> ControlRequest:
         raise ControlError(f"request: must have at most {REQUEST_MAX} bytes") from None
 
 
-async def _answer(job: ControlledJob, request: ControlRequest, client: str, send: Send) -> None:
+async def _answer(
+    job: ControlledJob, request: ControlRequest, client: str, send: Send, place: Place
+) -> None:
     try:
-        if request.acknowledge:
-            await send(AcceptedReply())
-        await send(await _perform(job, request, client, send))
-    except (SpecError, RuntimeError) as error:  # not valid, or the job has not begun
+        with place() if request.waits else contextlib.nullcontext():
+            if request.acknowledge:
+                await send(AcceptedReply())
+            await send(await _perform(job, request, client, send))
+    except (ControlError, SpecError, RuntimeError) as error:
+        # No place is left, it is not valid, or the job has not begun.
         await send(ErrorReply(str(error)))
     except Exception as error:  # a defect, or a lack of descriptors, or the client is gone
         with contextlib.suppress(OSError):

@@ -123,6 +123,7 @@ class _FollowedRun(_ShownRun):
         pid = name.partition("-")[0]
         super().__init__(name, int(pid) if pid.isdecimal() else None)
         self._socket = RunningJob(path, self.pid or 0, None)
+        self.is_refused = False
 
     async def follow(self, on_change: Callable[[], None]) -> None:
         """Take in the events up to the end of the job, or of its launcher."""
@@ -138,8 +139,8 @@ class _FollowedRun(_ShownRun):
                     if (present := self.known().phase) != phase:
                         phase = present
                         on_change()
-        except ControlError:
-            pass  # the launcher was killed, is gone already, or has refused the connection
+        except ControlError as error:  # it was killed, is gone already, or has too many clients
+            self.is_refused = type(error) is ControlError
         except (ValueError, RecursionError):  # another release has other events
             with suppress(ControlError):
                 await client.wait()
@@ -214,9 +215,12 @@ class HostJobs:
                 self._start(self._follow(path))
 
     async def _follow(self, path: str) -> None:
-        await self._runs[path].follow(self._notify)
-        if self._runs[path].known().started_at is None:
+        run = self._runs[path]
+        await run.follow(self._notify)
+        if run.known().started_at is None:
             del self._runs[path]  # no job was there
+            if run.is_refused:
+                return  # the next look tries again; a notice would be its cause
         ended = [path for path, run in self._runs.items() if run.ended_at is not None]
         for path in ended[:-ENDED_MAX]:
             del self._runs[path]

@@ -31,6 +31,7 @@ from elastic_aio import (
     event_from_json,
     launch,
 )
+from elastic_aio.control import session
 from elastic_aio.control.client import RunningJob, find_jobs, run_blocking
 from elastic_aio.control.protocol import (
     REQUEST_MAX,
@@ -340,6 +341,49 @@ async def test_too_many_connections_are_refused() -> None:
             assert await tell(server, GetStatus()) == ErrorReply("2 connections are open already")
         await connections(server, 0)
         assert isinstance(await tell(server, GetStatus()), StatusReply)
+
+
+async def test_clients_that_wait_leave_places_for_other_requests() -> None:
+    """A job can be asked and stopped at any time, whatever many clients follow it."""
+    limits = {"connections_max": 3, "waiting_max": 2}
+    full = ErrorReply("2 clients follow the job or wait for it already")
+    async with controlled(limits=limits) as (_, server):
+        with open_channel(server.path) as first, open_channel(server.path) as second:
+            first.send(AwaitEnd(acknowledge=True))
+            second.send(GetEvents(follow=True))
+            assert await in_thread(run_blocking, first.receive(30)) == AcceptedReply()
+            assert isinstance(await in_thread(run_blocking, second.receive(30)), EventReply)
+            for request in AwaitEnd(), AwaitEnd(acknowledge=True), GetEvents(follow=True):
+                assert await tell(server, request) == full
+                await connections(server, 2)
+            assert isinstance(await tell(server, GetStatus()), StatusReply)
+            await connections(server, 2)
+            assert await tell(server, StopJob(wait=False)) == DoneReply()
+            assert isinstance(await in_thread(run_blocking, first.receive(30)), EndReply)
+
+
+async def test_the_place_of_a_client_that_has_waited_is_free_again() -> None:
+    async with controlled(limits={"waiting_max": 1}) as (_, server):
+        for _each in range(3):
+            with open_channel(server.path) as client:
+                client.send(AwaitEnd(acknowledge=True))
+                assert await in_thread(run_blocking, client.receive(30)) == AcceptedReply()
+            await connections(server, 0)
+
+
+async def test_a_client_that_does_not_read_its_answer_loses_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Unlike a client that follows the job: it has a place of its own."""
+    monkeypatch.setattr(session, "_READ_S", 0.1)
+    async with controlled(event_history=100_000) as (agent, server):
+        for _ in range(5000):
+            agent.forward_signal("SIGCONT")
+        with open_channel(server.path) as silent, open_channel(server.path) as following:
+            silent.send(GetEvents())
+            following.send(GetEvents(follow=True))
+            await connections(server, 2)
+            await connections(server, 1)
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from elastic_aio import Agent, LaunchSpec, SpecError
 from elastic_aio.control.sockets import CONTROL_DIR, SOCKET_SUFFIX
 from elastic_aio.http import jobs as jobs_module
 from elastic_aio.http.app import JOB_PAGE
-from elastic_aio.http.jobs import ENDED_MAX, JOBS_PAGE, JobsServer
+from elastic_aio.http.jobs import ENDED_MAX, JOBS_PAGE, HostJobs, JobsServer
 from tests.support.children import DEADLINE_S, SLEEPER, shell, until, until_ready
 from tests.support.cli import CLI, run_beside, run_program, running, running_cli
 from tests.support.control import own_control_dir, sockets
@@ -223,6 +223,25 @@ async def test_a_socket_of_another_program(directory: Path, answer: bytes) -> No
         names = [row["run_id"] for row in await client.jobs() if row["started_at"]]
         assert names == ["r"]
         assert "elastic_aio_up{" in (await client.get("/metrics")).text
+
+
+async def test_a_job_that_too_many_clients_follow_is_looked_at_again() -> None:
+    """At the next question: a notice of a change would be the cause of the next one."""
+    jobs = HostJobs()
+    async with agent() as job:
+        await until_ready(job)
+        assert job._control is not None
+        job._control._waiting_max = 0
+        jobs.open()
+        for _ in range(3):
+            await until(lambda: not jobs._tasks)
+            assert (jobs._runs, jobs.changes.count) == ({}, 0)
+            await jobs.rows()
+        job._control._waiting_max = 1
+        await until(lambda: not jobs._tasks)
+        await jobs.rows()
+        await until(lambda: any(run.known().phase == "running" for run in jobs._runs.values()))
+        await jobs.aclose()
 
 
 async def test_few_jobs_that_have_ended_are_kept() -> None:
