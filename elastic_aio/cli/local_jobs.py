@@ -288,7 +288,13 @@ def main_stop(argv: Sequence[str]) -> int:
         print(f"job {job}: it has just ended")
         return 0
     except ControlError as error:
-        if not kill or not run_blocking(client.kill_launcher()):
+        if not kill:
+            raise
+        try:
+            is_killed = run_blocking(client.kill_launcher())
+        except ControlError as problem:
+            raise JobError(f"{error}; {problem}") from None
+        if not is_killed:
             raise
         print(f"job {job} killed: {error}, so its launcher got SIGKILL and its guardian ended it")
         return 0

@@ -54,6 +54,7 @@ from elastic_aio.control.sockets import (
     directories,
     has_agent_name,
     has_ended,
+    is_of_own_process,
     is_peer_allowed,
     open_peer,
     peer_of,
@@ -296,9 +297,17 @@ class JobClient:
         """Kill the launcher of an agent that does not answer; its guardian ends the workers.
 
         Returns whether it has ended in time; False too if it is in another pid namespace.
+
+        Raises:
+            ControlError: it is another program than a command of this package, which may have
+                other jobs and other work.
         """
         deadline = time.monotonic() + self._timeout
         with self._connected() as channel:
+            if not is_of_own_process(self.job.path):
+                program, pid = proc.name_of(channel.pid), self.job.pid
+                problem = "may have other jobs, and is not killed"
+                raise ControlError(f"its launcher, {program}, {problem} (kill -9 {pid} does)")
             with ExitStack() as stack, suppress(OSError):
                 ending = [channel.agent]
                 for child in proc.list_children(channel.pid):  # the guardian too

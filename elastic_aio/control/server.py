@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Final
 from msgspec.json import encode
 
 from elastic_aio.aio import ForkGuard, create_task
-from elastic_aio.control.sockets import SOCKET_SUFFIX, is_peer_allowed, make_directory
+from elastic_aio.control.sockets import is_peer_allowed, make_directory, socket_name
 from elastic_aio.errors import ControlError
+from elastic_aio.process.adopted import subreaper
 from elastic_aio.sockets import Acceptor
 from elastic_aio.text import error_reason, format_value
 
@@ -89,7 +90,7 @@ class ControlServer:
 
     def _listen(self) -> None:
         directory = make_directory()
-        name = f"{os.getpid()}-{os.urandom(4).hex()}{SOCKET_SUFFIX}"
+        name = socket_name(is_own=subreaper.owns_process)
         unfinished = os.path.join(directory, f".{name}")
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         acceptor = Acceptor([listener], self._on_connection)

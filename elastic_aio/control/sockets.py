@@ -22,6 +22,7 @@ from contextlib import suppress
 from elastic_aio.process import proc
 
 DIRECTORY_MODE = 0o700
+_OWN = "run"  # in the name of a socket; no hexadecimal number begins so
 SOCKET_SUFFIX = ".sock"
 
 CONTROL_DIR = "ELASTIC_AIO_CONTROL_DIR"
@@ -87,6 +88,16 @@ def socket_paths(among: Iterable[str]) -> list[str]:
             found = (os.path.join(directory, name) for name in sorted(os.listdir(directory)))
             paths += [path for path in found if has_agent_name(path)]
     return paths
+
+
+def socket_name(*, is_own: bool) -> str:
+    """Return a name that was never used; `is_own`: this process serves only the one job."""
+    return f"{os.getpid()}-{_OWN if is_own else ''}{os.urandom(4).hex()}{SOCKET_SUFFIX}"
+
+
+def is_of_own_process(path: str) -> bool:
+    """Whether the name of a socket says that its process serves only this job."""
+    return os.path.basename(path).partition("-")[2].startswith(_OWN)
 
 
 def has_agent_name(path: str) -> bool:

@@ -25,6 +25,7 @@ from elastic_aio.cli.status_text import JOB_COLUMNS, head_lines, job_row
 from elastic_aio.control.client import CommandClient, RunningJob, find_jobs, matches
 from elastic_aio.control.protocol import EndReply
 from elastic_aio.outcome import JobState
+from elastic_aio.process import proc
 from elastic_aio.spec.checks import UsageError
 from elastic_aio.spec.restart import UNLIMITED
 from elastic_aio.status import JobStatus
@@ -569,6 +570,42 @@ def test_a_launcher_that_does_not_answer_is_killed(job: StartJob, ask: Ask) -> N
         )
         assert not [one for one in leaked_processes().values() if "train.py" in one]
         assert program.wait() == 137
+
+
+SERVICE = """
+import asyncio
+from elastic_aio import LaunchSpec, JobStopped, launch
+
+async def main():
+    try:
+        await launch(LaunchSpec(["sleep", "60"], run_id="a"), control=True)
+    except JobStopped:
+        print("the service goes on")
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.usefixtures("impatient")
+def test_a_program_that_may_have_other_jobs_is_not_killed(tmp_path: Path, ask: Ask) -> None:
+    """Its pid is in the line: a person may kill it by hand."""
+    script = tmp_path / "service.py"
+    script.write_text(SERVICE)
+    with running([sys.executable, script]) as service:
+        until_sync(lambda: phase(ask, "a") == "running", "the job")
+        service.send(signal.SIGSTOP)
+        printed = ask("stop", "--kill", str(service.pid), code=1)
+        assert printed == (
+            "aio-elastic stop: the agent does not answer: timed out; its launcher,"
+            f" {proc.name_of(service.pid)}, may have other jobs, and is not killed"
+            f" (kill -9 {service.pid} does)\n"
+        )
+        service.send(signal.SIGCONT)
+        until_sync(lambda: phase(ask, "a") == "running", "an answer")
+        assert ask("stop", "--kill", "a").startswith(f"job a (pid {service.pid}) stopped")
+        assert service.wait() == 0
+        assert service.out == "the service goes on\n"
 
 
 @pytest.mark.e2e
