@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from elastic_aio.cli.status_text import head_lines, local_time
 from elastic_aio.control.client import RunningJob, matches
 from elastic_aio.record import RUN_FILE, JobRecord, recorded_runs, run_in
-from elastic_aio.spec.checks import invalid_value
 from elastic_aio.text import error_reason, format_duration, one_line, printable
 
 RUN_COLUMNS = ("RUN", "NODE", "PID", "NAME", "PHASE", "EXIT", "ATTEMPTS", "STARTED", "TIME", "WHY")
@@ -18,27 +17,25 @@ _WIDTHS = (24, 24, 8, 32, 16, 4, 8, 19, 16, 60)
 _LOST = "did not end"
 
 
-def runs_named(name: str) -> list[JobRecord]:
+def runs_named(name: str, *, begins: bool) -> tuple[list[JobRecord], str]:
     """Return the recorded runs in a directory, or else those of a name, the latest first.
 
-    UsageError: it is a directory, and neither.
+    With `begins` it may be the beginning of a run id.  The text is the problem of a directory.
     """
     problem = ""
     if os.path.isdir(name):
         path = os.path.abspath(name)
         try:
-            return [run_in(path)]
+            return [run_in(path)], ""
         except ValueError as error:
             problem = f"{RUN_FILE} {error}"
         except OSError as error:
             if runs := recorded_runs(path):
-                return runs
+                return runs, ""
             problem = f"has no record of a run: {error_reason(error)}: {RUN_FILE}"
     # A run is often named like the directory of its program.
-    found = matches([_as_job(run) for run in recorded_runs()], name)
-    if problem and not found:
-        raise invalid_value("JOB", problem, name)
-    return [job.status for job in found if isinstance(job.status, JobRecord)]
+    found = matches([_as_job(run) for run in recorded_runs()], name, begins=begins)
+    return [job.status for job in found if isinstance(job.status, JobRecord)], problem
 
 
 def with_recorded(jobs: Sequence[RunningJob]) -> list[RunningJob]:

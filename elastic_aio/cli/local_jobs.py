@@ -102,16 +102,18 @@ def job_parser(
 ) -> OptionParser:
     """Return the parser of a sub-command that is about one job.
 
-    `takes_runs`: the job may also be a run that has ended.
+    `takes_runs`: the job may also be a run that has ended, and the beginning of an id.
     """
-    ended = "; also of a run that has ended, or a directory with its record" if takes_runs else ""
+    id_, ended = "id", ""
+    if takes_runs:
+        id_, ended = "id or beginning of the id", "; also of a run that has ended, or its directory"
     parser = OptionParser(prog=f"aio-elastic {name}", description=description, epilog=epilog)
     parser.add_argument(
         "job",
         nargs="?",
         metavar="JOB",
-        help="id of the run or its beginning, pid of the launcher, or what the workers run"
-        f"{ended} (default: the only job that runs)",
+        help=f"{id_} of the run, pid of the launcher, or what the workers run{ended} (default: the"
+        " only job that runs)",
     )
     return parser
 
@@ -119,29 +121,26 @@ def job_parser(
 # ------------------------------------------------------------- which job is meant
 
 
-def choose_job(name: str | None, jobs: Sequence[RunningJob] | None = None) -> RunningJob:
+def choose_job(
+    name: str | None, jobs: Sequence[RunningJob] | None = None, *, begins: bool = False
+) -> RunningJob:
     """Return the job of this name, or the only job, among `jobs` or all of this user.
+
+    With `begins` the name may be the beginning of a run id.
 
     Raises:
         UsageError: there is no such job, or there are several.
     """
     jobs = find_jobs() if jobs is None else jobs
     try:
-        return choose(jobs, name)
+        return choose(jobs, name, begins=begins)
     except JobNotFound as error:
-        if name and not matches(jobs, name) and (ended := _ended_run(name)):
-            raise invalid_value("JOB", ended, name) from None
+        if name and not matches(jobs, name, begins=begins):
+            from elastic_aio.cli.finished_jobs import end_of_last, runs_named  # for few commands
+
+            if ended := end_of_last(runs_named(name, begins=begins)[0], name):
+                raise invalid_value("JOB", ended, name) from None
         raise UsageError(f"JOB: {error}") from None
-
-
-def _ended_run(name: str) -> str:
-    """Return a sentence about the last recorded run of this name that has ended; empty: none."""
-    from elastic_aio.cli.finished_jobs import end_of_last, runs_named  # for few commands
-
-    try:
-        return end_of_last(runs_named(name), name)
-    except UsageError:  # the directory has no run
-        return ""
 
 
 def choose_run(
@@ -149,7 +148,8 @@ def choose_run(
 ) -> RunningJob | JobRecord:
     """Return the job of this name as `choose_job`, or else the last recorded run of this name.
 
-    The name may be the directory of a run, or of several.  UsageError: there is none.
+    The name may be the directory of a run, or of several.  The beginning of an id comes last.
+    UsageError: there is none.
     """
     jobs = find_jobs() if jobs is None else jobs
     if name is None and not jobs:
@@ -158,12 +158,14 @@ def choose_run(
         return choose_job(name, jobs)
     from elastic_aio.cli.finished_jobs import runs_named  # for few commands
 
-    runs = runs_named(name)
+    is_beginning = bool(matches(jobs, name, begins=True))
+    runs, problem = runs_named(name, begins=not is_beginning)
     silent = [job.pid for job in jobs if job.status is None]
-    if not runs and not jobs:
-        raise invalid_value("JOB", f"{NO_JOB}, and no recorded run has this name", name)
+    if not runs and not is_beginning and (problem or not jobs):
+        problem = problem or f"{NO_JOB}, and no recorded run has this name"
+        raise invalid_value("JOB", problem, name)
     if not runs or runs[0].agent_pid in silent:
-        return choose_job(name, jobs)
+        return choose_job(name, jobs, begins=True)
     if runs[1:]:
         last = f"the last, of {local_time(runs[0].started_at or 0.0)} on {runs[0].node}"
         print_error("", f"{len(runs)} recorded runs match {name!r}: {last} (see ps -a)", 0)

@@ -20,7 +20,6 @@ from elastic_aio.control.client import (
     JobClient,
     RunningJob,
     find_jobs,
-    matches,
     run_blocking,
 )
 from elastic_aio.errors import JobNotFound
@@ -109,7 +108,7 @@ def _job_and_rank(
     jobs = find_jobs()
     name, text = arguments.job, arguments.rank
     is_alone = name is not None and text is None and parse_int(name) is not None
-    if is_alone and not any(str(job.pid) == name for job in matches(jobs, name)):
+    if is_alone and not any(str(job.pid) == name for job in jobs):
         name, text = None, name
     rank = None if text is None else parse_number("RANK", text)
     return choose_run(name, jobs), rank

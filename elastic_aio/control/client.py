@@ -430,8 +430,8 @@ async def connect(
     """Find a job of this user on this host; its `JobClient` can be used in the block.
 
     Args:
-        job: id of the run or its beginning, pid of the launcher, what the workers run, or the path
-            of a control socket; None is the only job.
+        job: id of the run, pid of the launcher, what the workers run, or the path of a control
+            socket; None is the only job.
         timeout: seconds in which the agent has to read each request.
 
     Raises:
@@ -514,9 +514,9 @@ def _remove(path: str) -> None:
             os.unlink(path)
 
 
-def choose(jobs: Sequence[RunningJob], name: str | None) -> RunningJob:
-    """Return the job of this name, or the only job, or raise JobNotFound."""
-    found = matches(jobs, name)
+def choose(jobs: Sequence[RunningJob], name: str | None, *, begins: bool = False) -> RunningJob:
+    """Return the job of this name, or the only job, or raise JobNotFound; see `matches`."""
+    found = matches(jobs, name, begins=begins)
     got = "" if name is None else f" (got {format_value(name)})"
     if len(found) == 1:
         return found[0]
@@ -528,12 +528,20 @@ def choose(jobs: Sequence[RunningJob], name: str | None) -> RunningJob:
         raise JobNotFound(f"{len(found)} launchers match: give the pid of one: {known}")
     if name is None:
         raise JobNotFound(f"must be given, {counted(len(jobs), 'job')} run here: {known}")
-    problem = "matches several: " if found else "no such job; running here: "
+    is_begun = not found and matches(jobs, name, begins=True)
+    missing = "must be a whole id or a pid" if is_begun else "no such job"
+    problem = "matches several: " if found else f"{missing}; running here: "
     raise JobNotFound(f"{problem}{known}{got}")
 
 
-def matches(jobs: Sequence[RunningJob], name: str | None) -> list[RunningJob]:
-    """Return the jobs that a name may mean: exact matches, else beginnings of run ids."""
+def matches(
+    jobs: Sequence[RunningJob], name: str | None, *, begins: bool = False
+) -> list[RunningJob]:
+    """Return the jobs that a name may mean: exact matches, else what the workers run.
+
+    With `begins` it may also be the beginning of a run id.  That is no name for a request: where
+    the job `a` has just ended, `stop a` must not stop `a2`.
+    """
     if name is None:
         return list(jobs)
     if not name:
@@ -541,7 +549,7 @@ def matches(jobs: Sequence[RunningJob], name: str | None) -> list[RunningJob]:
     exact = [job for job in jobs if name in (str(job.pid), _run_id(job))]
     programs = [(job, job.status.entrypoint) for job in jobs if job.status is not None]
     named = [job for job, path in programs if name in (path, os.path.basename(path))]
-    return exact or named or [job for job in jobs if _run_id(job).startswith(name)]
+    return exact or named or [job for job in jobs if begins and _run_id(job).startswith(name)]
 
 
 def _run_id(job: RunningJob) -> str:

@@ -284,6 +284,28 @@ def test_a_command_for_running_jobs_names_the_end_of_a_run(command: str, ask: As
         until_sync(lambda: len(recorded_runs()) == 2, "the record of the second run")
         assert "this run has ended" in ask(command, recorded_runs()[1].agent_pid, code=2)
         assert "no such job; running here: ab" in ask(command, "b", code=2)
+        # `ab` begins so, but is another job; it is not meant without a record of `a` either.
+        assert "this run has ended" in ask(command, "a", code=2)
+        shutil.rmtree(recorded_runs()[1].directory)
+        assert "must be a whole id or a pid; running here: ab (" in ask(command, "a", code=2)
+        job.send(signal.SIGTERM)
+        assert job.wait() == 143
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("command", ["status", "why", "events"])
+def test_a_run_that_has_ended_comes_before_the_beginning_of_another_id(
+    command: str, ask: Ask
+) -> None:
+    run_cli("--rdzv-id=ab", *FAILS)
+    run_cli("--rdzv-id=a", *FAILS)
+    with running_cli("--rdzv-id=abc", "--no-python", "sleep", "60") as job:
+        until_sync(lambda: len(recorded_runs()) == 3, "the record of the third run")
+        for name in "ab", "a":
+            assert "exit code 3" in ask(command, name)
+        (ended,) = (run for run in recorded_runs() if run.run_id == "a")
+        shutil.rmtree(ended.directory)
+        assert "exit code 3" not in ask(command, "a")  # a running job comes first among these
         job.send(signal.SIGTERM)
         assert job.wait() == 143
 

@@ -94,16 +94,20 @@ async def test_which_job_is_meant() -> None:
     with pytest.raises(JobNotFound, match=r"^no job of this user runs on this host$"):
         async with connect():
             pass
-    async with job("a", 1), job("b", 1):
-        assert sorted(each.status.run_id for each in await list_jobs() if each.status) == ["a", "b"]
+    async with job("a", 1), job("b2", 1):
+        found = [each.status.run_id for each in await list_jobs() if each.status]
+        assert sorted(found) == ["a", "b2"]
         with pytest.raises(JobNotFound, match=r"^must be given, 2 jobs run here: "):
             async with connect():
                 pass
         with pytest.raises(JobNotFound, match=r"^no such job; running here: .* \(got 'x'\)$"):
             async with connect("x"):
                 pass
-        async with connect("b") as named, connect(named.job.path) as by_path:
-            assert (await by_path.status()).run_id == "b"
+        with pytest.raises(JobNotFound, match=r"^must be a whole id or a pid; running here: "):
+            async with connect("b"):
+                pass
+        async with connect("b2") as named, connect(named.job.path) as by_path:
+            assert (await by_path.status()).run_id == "b2"
 
 
 async def test_a_job_that_has_ended_is_not_found() -> None:
