@@ -26,6 +26,7 @@ _FAILURES_MAX: Final = 20
 _WORDS_MAX: Final = 1_000
 _BATCH_MAX: Final = 1_000
 _BATCH_DELAYS: Final = 5  # of a job that is restarted again and again
+_FIRST_DELAY: Final = 0.1  # part of the delay: a launcher that is killed early has a record too
 
 
 class RunRecorder:
@@ -38,8 +39,8 @@ class RunRecorder:
 
     The record is in the run's directory below `LogSpec.log_dir`; without one it is among the last
     50 runs in `$XDG_STATE_HOME/elastic_aio/runs`.  Events are written in a thread once none has
-    come for a while, or some have waited for five times as long.  If they cannot be written, or a
-    file system blocks, the job goes on.
+    come for a while (at first a tenth of it), or some have waited for five times as long.  If they
+    cannot be written, or a file system blocks, the job goes on.
     """
 
     def __init__(self, *, delay: float = 1.0, patience: float = 2.0) -> None:
@@ -111,13 +112,14 @@ class _Run:
             self._source = lambda: agent
 
     async def _record(self, events: EventReader[Event], files: RecordFiles) -> None:
-        loop = asyncio.get_running_loop()
+        loop, delay = asyncio.get_running_loop(), self._delay * _FIRST_DELAY
         async for event in events:
-            added, last = [event], loop.time() + _BATCH_DELAYS * self._delay
+            added, last = [event], loop.time() + _BATCH_DELAYS * delay
             with suppress(TimeoutError, StopAsyncIteration):
                 while len(added) < _BATCH_MAX and not isinstance(added[-1], JobFinished):
-                    async with asyncio.timeout_at(min(loop.time() + self._delay, last)):
+                    async with asyncio.timeout_at(min(loop.time() + delay, last)):
                         added.append(await anext(events))
+            delay = self._delay
             self._failures.extend(one.sentence for one in added if isinstance(one, AttemptFailed))
             if (agent := self._source()) is None:
                 return

@@ -153,6 +153,24 @@ async def test_the_first_version_is_written_while_the_job_runs(tmp_path: Path) -
     assert run_in(str(own.parent)).phase == "stopped"
 
 
+async def test_the_first_version_does_not_wait_for_the_next_events(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher that is killed early has a record; the events that follow wait for others."""
+    monkeypatch.setattr(recorder, "_FIRST_DELAY", 1e-4)
+    async with (
+        RunRecorder(delay=1000) as records,
+        Agent(LaunchSpec(SLEEPER), listeners=[records]) as agent,
+    ):
+        await until(lambda: recorded_runs(), "the first version")
+        (first,) = recorded_runs()
+        assert first.events()
+        agent.forward_signal("SIGCONT")
+        await agent.restart()
+        assert recorded_runs() == [first]
+    assert recorded_runs()[0].attempt == 1
+
+
 async def test_a_job_that_never_began_has_no_record(state: Path) -> None:
     async with RunRecorder() as recorder:
         with pytest.raises((HostError, SpecError)):
