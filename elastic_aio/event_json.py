@@ -15,7 +15,8 @@ import msgspec
 
 from elastic_aio import events
 from elastic_aio.events import Event
-from elastic_aio.text import jsonable, one_line
+from elastic_aio.text import one_line
+from elastic_aio.value import to_json
 
 SCHEMA = 1
 """Version of the JSON form; incremented when a field changes its meaning."""
@@ -23,16 +24,10 @@ SCHEMA = 1
 TIME_MAX = 1e11
 """Unix seconds: a later time is no time, and cannot be shown as a date."""
 
-_encoder = msgspec.json.Encoder()
-
 
 def event_to_json(event: Event) -> bytes:
     """Return an event as one JSON object, without a newline."""
-    try:
-        body = _encoder.encode(event)
-    except UnicodeEncodeError:  # a path or an argument that is not UTF-8
-        body = _encoder.encode(jsonable(msgspec.to_builtins(event)))
-    return b'{"schema":%d,' % SCHEMA + body[1:]
+    return b'{"schema":%d,' % SCHEMA + to_json(event)[1:]
 
 
 def event_from_json(line: bytes | str) -> Event:

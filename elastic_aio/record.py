@@ -32,7 +32,8 @@ from elastic_aio.logs.files import RunDirectory
 from elastic_aio.logs.log_file import open_log
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.status import JobStatus
-from elastic_aio.text import error_reason, jsonable
+from elastic_aio.text import error_reason
+from elastic_aio.value import to_json
 from elastic_aio.worker.errorfile import replace_file
 
 RUN_FILE: Final = "run.json"
@@ -81,7 +82,7 @@ class JobRecord(JobStatus, frozen=True, kw_only=True):
         return self.written_at if self.ended_at is None else self.ended_at
 
     def encode(self) -> bytes:
-        return msgspec.json.encode(jsonable(msgspec.to_builtins(self))) + b"\n"
+        return to_json(self) + b"\n"
 
     @classmethod
     def decode(cls, content: bytes) -> JobRecord:

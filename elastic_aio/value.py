@@ -1,4 +1,4 @@
-"""The base of frozen public values: a struct that the functions of `dataclasses` accept."""
+"""The base of frozen public values, a struct that the functions of `dataclasses` accept; JSON."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import msgspec
+
+from elastic_aio.text import jsonable
+
+_encoder = msgspec.json.Encoder()
 
 
 class _Fields:
@@ -58,3 +62,11 @@ def dataclass_fields(
     made: Any = dataclasses.make_dataclass(owner.__name__, settings, kw_only=True)
     found: dict[str, dataclasses.Field[Any]] = made.__dataclass_fields__
     return found
+
+
+def to_json(value: object) -> bytes:
+    """Return a value or plain data as JSON in UTF-8; lone surrogates are escaped."""
+    try:
+        return _encoder.encode(value)
+    except UnicodeEncodeError:  # a path or an argument that is not UTF-8
+        return _encoder.encode(jsonable(msgspec.to_builtins(value)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from elastic_aio import ExitStatus, JobFailed, LaunchResult, NodeRange, Rendezvo
 from elastic_aio.outcome import AttemptResult, Goodput, JobState, WorkerResult
 from elastic_aio.spec.rendezvous import EngineSpec
 from elastic_aio.spec.restart import Backoff
-from elastic_aio.value import Value
+from elastic_aio.value import Value, to_json
 
 WORKER = WorkerResult(1, 0, 7, ExitStatus(code=3), 0.5, stderr_tail="tail", return_value=[4])
 VALUES = [NodeRange(1, 3), Backoff(initial=2.0), EngineSpec(user="u", password="secret"), WORKER]
@@ -95,3 +96,10 @@ def test_the_repr_of_a_result_and_of_its_error_is_a_short_line() -> None:
     assert len(repr(error)) <= 320
     assert len((repr(result) + repr(error)).splitlines()) == 1
     assert str(error) == "why\n" * 1000
+
+
+def test_json_has_any_text() -> None:
+    """Of a value, and of plain data with a value in it."""
+    odd = Backoff(initial=2.0), ExitStatus(code=3), "b\udcff"
+    assert json.loads(to_json(odd))[1:] == [{"code": 3, "signal": None}, "b\\udcff"]
+    assert to_json({"n": WORKER}) == b'{"n":' + to_json(WORKER) + b"}"

@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-import msgspec
-
 from elastic_aio.cli.options import print_error
 from elastic_aio.cli.parser import OptionParser
 from elastic_aio.cli.status_text import (
@@ -51,7 +49,8 @@ from elastic_aio.spec.checks import (
     signal_number,
 )
 from elastic_aio.status import JobStatus
-from elastic_aio.text import counted, error_reason, jsonable, one_line
+from elastic_aio.text import counted, error_reason, one_line
+from elastic_aio.value import to_json
 
 if TYPE_CHECKING:
     from elastic_aio.events import Event
@@ -220,7 +219,7 @@ def main_ps(argv: Sequence[str]) -> int:
         jobs, columns, row = with_recorded(jobs), RUN_COLUMNS, run_row
     if arguments.json:
         for job in jobs:
-            print(_json({"pid": job.pid, "status": msgspec.to_builtins(job.status)}))
+            print(to_json({"pid": job.pid, "status": job.status}).decode())
     elif jobs:
         print("\n".join(table(columns, [row(job, now) for job in jobs])))
     else:
@@ -245,7 +244,7 @@ def main_status(argv: Sequence[str]) -> int:
 
         status, now, head = job, job.until, run_lines(job)
     if arguments.json:
-        print(_json(msgspec.to_builtins(status)))
+        print(to_json(status).decode())
         return 0
     is_here = isinstance(job, RunningJob) and job.is_local
     shares = _cpu_shares(status) if is_here else {}
@@ -434,7 +433,3 @@ def _signal_number(option: str, text: str) -> int:
         return signal_number(option, full if number is None else number)
     except SpecError as error:
         raise invalid_value(option, error.problem, text) from None
-
-
-def _json(value: object) -> str:
-    return msgspec.json.encode(jsonable(value)).decode()

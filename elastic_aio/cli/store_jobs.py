@@ -19,8 +19,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Final
 
-import msgspec
-
 from elastic_aio.aio import PausableClock
 from elastic_aio.cli.local_jobs import JobError, command
 from elastic_aio.cli.parser import OptionParser, add_timeout_option
@@ -36,7 +34,8 @@ from elastic_aio.process.tree import ProcessTree
 from elastic_aio.rendezvous.job_list import JobList, ListedJob
 from elastic_aio.spec.checks import UsageError, parse_seconds
 from elastic_aio.spec.stop import DEFAULT_GRACE, StopPlan
-from elastic_aio.text import counted, jsonable, one_line
+from elastic_aio.text import counted, one_line
+from elastic_aio.value import to_json
 
 _OLDER_THAN: Final = 600.0
 """Seconds for which a job's end is kept by default: a node that comes late finds it."""
@@ -160,7 +159,7 @@ async def _list(arguments: argparse.Namespace) -> None:
         found = await jobs.read()
     if arguments.json:
         for job in found:
-            print(msgspec.json.encode(job).decode())
+            print(to_json(job).decode())
     elif found:
         print("\n".join(_table(found, time.time())))
     else:
@@ -183,7 +182,7 @@ async def _collect(arguments: argparse.Namespace) -> None:
                 continue  # a node has come
             removed += 1
             if arguments.json:
-                print(msgspec.json.encode(job).decode(), flush=True)
+                print(to_json(job).decode(), flush=True)
             else:
                 verb = "would remove" if arguments.dry_run else "removed"
                 text = f"{verb} {_shown(job.run_id)}: {job.state}, {_age(now - job.since)} ago"
@@ -217,7 +216,7 @@ async def _end_lost_jobs(arguments: argparse.Namespace) -> None:
         age = _age(time.time() - job.since)
         line = f"{verb} {_shown(job.run_id)}: {count} (pid {pids}), begun {age} ago"
         if arguments.json:
-            line = msgspec.json.encode(jsonable(msgspec.to_builtins(job))).decode()
+            line = to_json(job).decode()
         print(line, flush=True)
     if not jobs and not arguments.json:
         print("nothing to remove", flush=True)

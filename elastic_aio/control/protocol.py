@@ -15,7 +15,7 @@ from msgspec import Raw, Struct
 from elastic_aio.errors import ControlError
 from elastic_aio.outcome import JobState
 from elastic_aio.status import JobStatus
-from elastic_aio.text import jsonable
+from elastic_aio.value import to_json
 
 VERSION: Final = 1
 
@@ -161,7 +161,6 @@ class ErrorReply(Struct, frozen=True, tag_field="reply", tag="error"):
 
 Reply = AcceptedReply | StatusReply | EventReply | EndReply | DoneReply | DumpReply | ErrorReply
 
-_encoder = msgspec.json.Encoder()
 _requests: msgspec.json.Decoder[ControlRequest] = msgspec.json.Decoder(ControlRequest)
 _replies: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
 # Invalid UTF-8 is not always a DecodeError, and deep nesting is a RecursionError.
@@ -172,12 +171,9 @@ class _RequestHead(Struct):
     version: int
 
 
-def encode(message: object) -> bytes:
-    """Return a request, a reply or other plain data as a line of JSON."""
-    try:
-        return _encoder.encode(message) + b"\n"
-    except UnicodeEncodeError:  # a path or an argument that is not UTF-8
-        return _encoder.encode(jsonable(msgspec.to_builtins(message))) + b"\n"
+def encode(message: ControlRequest | Reply) -> bytes:
+    """Return a request or a reply as a line of JSON."""
+    return to_json(message) + b"\n"
 
 
 def decode_request(line: bytes) -> ControlRequest:

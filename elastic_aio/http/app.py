@@ -19,7 +19,6 @@ from typing import Final, TypeVar
 from msgspec import Struct
 
 from elastic_aio.aio import EventReader, read_file, run_in_thread
-from elastic_aio.control.protocol import encode
 from elastic_aio.control.session import ViewedJob
 from elastic_aio.errors import ControlError
 from elastic_aio.event_json import event_to_json
@@ -29,6 +28,7 @@ from elastic_aio.http.openmetrics import CONTENT_TYPE, format_metrics
 from elastic_aio.logs.log_file import read_end
 from elastic_aio.ranks import format_ranks
 from elastic_aio.status import JobStatus
+from elastic_aio.value import to_json
 
 try:
     from starlette.applications import Starlette
@@ -195,7 +195,7 @@ class JobPages:
             status, code = await self.ask(), 200
         except ControlError:
             status, code = self.known(), 503
-        return answer(encode(status), code, "application/json")
+        return answer(to_json(status) + b"\n", code, "application/json")
 
     async def _events(self, request: Request) -> Response:
         query = request.query_params.get("after", "")
@@ -259,7 +259,7 @@ class _Words(Struct, frozen=True):
 def _message(event: Event) -> bytes:
     """Return an event as JSON, with its sentence, and its step if it explains something."""
     words = _Words(event.sentence, event.level, step_of(event), isinstance(event, WAITS))
-    shown = event_to_json(event)[:-1] + b"," + encode(words)[1:-1]
+    shown = event_to_json(event)[:-1] + b"," + to_json(words)[1:]
     return b"id: %d\ndata: %b\n\n" % (event.seq, shown)
 
 

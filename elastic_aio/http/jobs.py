@@ -23,7 +23,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from elastic_aio.aio import EventHistory, cancel_and_wait, create_task, run_in_thread
 from elastic_aio.control.client import JobClient, RunningJob
-from elastic_aio.control.protocol import encode
 from elastic_aio.control.sockets import SOCKET_SUFFIX, directories, socket_paths
 from elastic_aio.errors import ControlError
 from elastic_aio.events import JobFinished
@@ -33,6 +32,7 @@ from elastic_aio.http.server import AppServer, ListenedJob
 from elastic_aio.logs.inotify import InotifyWatcher
 from elastic_aio.record import JobRecord, recorded_runs
 from elastic_aio.status import JobStatus
+from elastic_aio.value import to_json
 
 T = TypeVar("T")
 
@@ -337,7 +337,7 @@ class JobsServer(AppServer):
         return answer(format_metrics(await self.jobs.measure(), time.time()), 200, CONTENT_TYPE)
 
     async def _list(self, _: Request) -> Response:
-        return answer(encode({"jobs": await self.jobs.rows()}), 200, "application/json")
+        return answer(to_json({"jobs": await self.jobs.rows()}), 200, "application/json")
 
     async def _changes(self, request: Request) -> Response:
         changes = self.jobs.changes
