@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from elastic_aio.aio import create_task
+from elastic_aio.aio import create_task, run_in_thread
 from elastic_aio.errors import JobEnded, JobFailed, RendezvousFailed
 from elastic_aio.events import (
     AttemptFailed,
@@ -100,13 +100,17 @@ class EventPrinter:
         elif self._status.nproc and self._level <= Level.WARNING:
             self.print(format_success(result, self._status), _GREEN)
 
-    def print_result(self, error: JobEnded, spec: LaunchSpec) -> None:
-        """Print the failure report if workers failed, else one line."""
+    async def print_result(self, error: JobEnded, spec: LaunchSpec) -> None:
+        """Print the failure report if workers failed, else one line.
+
+        Cancellation: the report is not printed.
+        """
         failures = error.result.failures
         has_workers = isinstance(error, JobFailed) and not isinstance(error, RendezvousFailed)
         if has_workers and failures and failures[0].pid is not None:
             self.print(error.result.reason, _RED)
-            report = format_failure(error.result, spec.name)
+            # Half a second for hundreds of long tracebacks.
+            report = await run_in_thread(format_failure, error.result, spec.name)
             self._writer.put(report.encode("utf-8", "replace") + b"\n")
         else:
             text = one_line(str(error))

@@ -135,7 +135,7 @@ async def _run(
         printer.print_success(result)
     except JobEnded as error:
         code = error.result.exit_code
-        printer.print_result(error, request.spec)
+        await printer.print_result(error, request.spec)
         _write_error_file(error)
     finally:
         # The exit code is settled: later signals have no effect while the report is printed.

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from elastic_aio.cli import main
+from elastic_aio import JobFailed, launch
+from elastic_aio.cli import main, printer
 from elastic_aio.cli.options import split_options
 from elastic_aio.cli.run_options import RUN_OPTIONS, parse_run
 from elastic_aio.events import JobStarted
+from elastic_aio.logs.console import open_sink
 from elastic_aio.node_events import RoundFormed
 from elastic_aio.outcome import JobState, LaunchResult
 from elastic_aio.report import format_success
@@ -20,8 +24,9 @@ from elastic_aio.spec.checks import UsageError
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.restart import UNLIMITED, Backoff, RestartPolicy, RestartWindow
 from elastic_aio.spec.torchrun import TORCHRUN_DEFAULTS
-from elastic_aio.status import StatusTracker
+from elastic_aio.status import Level, StatusTracker
 from elastic_aio.text import closest, format_duration
+from tests.support.children import DEADLINE_S
 from tests.support.cli import CLI, Ended, run_cli, run_program, running_cli
 from tests.support.sockets import free_port
 
@@ -34,6 +39,26 @@ def run_on_terminal(*args: object, env: dict[str, str | None] | None = None) -> 
     """Run a job whose streams are a terminal; what that shows is `out`."""
     words = [sys.executable, "-c", TERMINAL, *CLI, "run", *map(str, args)]
     return run_program(words, env={"TERM": "xterm", "NO_COLOR": None, **(env or {})})
+
+
+@pytest.mark.both_loops
+async def test_a_failure_report_does_not_block_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hundreds of long tracebacks may be in it."""
+    goes_on = threading.Event()
+    monkeypatch.setattr(printer, "format_failure", lambda *_: str(goes_on.wait(DEADLINE_S)))
+    with pytest.raises(JobFailed) as caught:
+        await launch(LaunchSpec(["false"]))
+    path = tmp_path / "stderr"
+    with path.open("w") as file:
+        sink = open_sink("stderr", file.fileno())
+        lines = printer.EventPrinter(sink, Level.WARNING)
+        asyncio.get_running_loop().call_soon(goes_on.set)
+        await lines.print_result(caught.value, LaunchSpec(["false"]))
+        await lines.drain(DEADLINE_S)
+        sink.close()
+    assert path.read_text().endswith("True\n")
 
 
 @pytest.mark.e2e
