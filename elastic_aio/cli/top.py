@@ -33,7 +33,7 @@ from elastic_aio.cli.status_text import (
 )
 from elastic_aio.control.client import CommandClient, RunningJob, find_jobs, run_blocking
 from elastic_aio.errors import ControlError
-from elastic_aio.events import JobFinished
+from elastic_aio.events import Event, JobFinished
 from elastic_aio.process.rusage import with_usage
 from elastic_aio.spec.checks import parse_seconds
 from elastic_aio.status import JobStatus
@@ -112,11 +112,10 @@ class _Workers:
         self._asked_at = time.time()
         self._meter = CpuMeter()
         self._end: JobFinished | None = None
+        self._next_event: Callable[[float], Event | None] | None = None
         self._resources = ExitStack()
 
     def __enter__(self) -> _Workers:
-        following = self._client.following(self._status.seq)
-        self._next_event = self._resources.enter_context(following)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -125,6 +124,9 @@ class _Workers:
     def wait(self, seconds: float) -> bool:
         if self._end is not None:
             return False
+        if self._next_event is None:  # not for a single view
+            following = self._client.following(self._status.seq)
+            self._next_event = self._resources.enter_context(following)
         deadline, has_changed = time.monotonic() + seconds, False
         while (left := deadline - time.monotonic()) > 0:
             event = self._next_event(left)

@@ -22,8 +22,15 @@ import pytest
 from elastic_aio.cli import events, local_jobs, logs, main, top, why
 from elastic_aio.cli.local_jobs import JobError, choose_job
 from elastic_aio.cli.status_text import JOB_COLUMNS, head_lines, job_row
-from elastic_aio.control.client import CommandClient, RunningJob, find_jobs, matches
-from elastic_aio.control.protocol import EndReply
+from elastic_aio.control.client import (
+    CommandClient,
+    RunningJob,
+    find_jobs,
+    matches,
+    run_blocking,
+)
+from elastic_aio.control.protocol import AcceptedReply, AwaitEnd, EndReply, ErrorReply
+from elastic_aio.control.sockets import CONTROL_DIR
 from elastic_aio.outcome import JobState
 from elastic_aio.process import proc
 from elastic_aio.spec.checks import UsageError
@@ -31,7 +38,7 @@ from elastic_aio.spec.restart import UNLIMITED
 from elastic_aio.status import JobStatus
 from tests.support.children import until_sync
 from tests.support.cli import CLI, Running, run_program, running, running_cli
-from tests.support.control import own_control_dir
+from tests.support.control import open_channel, own_control_dir
 from tests.support.leaks import leaked_processes
 
 WORKER = """
@@ -538,6 +545,28 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, "CommandClient", partial(CommandClient, timeout=0.3))
         if hasattr(module, "find_jobs"):
             monkeypatch.setattr(module, "find_jobs", partial(find_jobs, 0.3))
+
+
+@pytest.mark.e2e
+def test_a_job_that_many_clients_follow_can_be_asked_and_stopped(job: StartJob, ask: Ask) -> None:
+    with job() as program, ExitStack() as stack:
+        (path,) = Path(os.environ[CONTROL_DIR]).iterdir()
+        for _ in range(64):
+            client = stack.enter_context(open_channel(str(path)))
+            client.send(AwaitEnd(acknowledge=True))
+            reply = run_blocking(client.receive(30))
+            if not isinstance(reply, AcceptedReply):
+                break
+        full = "48 clients follow the job or wait for it already"
+        assert reply == ErrorReply(full)
+        for argv in ["wait"], ["events", "-f"], ["logs", "-f"], ["top"]:
+            assert ask(*argv, code=1) == f"aio-elastic {argv[0]}: {full}\n"
+        for argv in ["status"], ["why"], ["events"], ["logs"], ["top", "--once"], ["dump"]:
+            assert ask(*argv)
+        assert ask("signal", "run-1", "USR1").endswith("SIGUSR1 sent to 2 workers\n")
+        assert "attempt 1 runs" in ask("restart", "run-1")
+        assert "stopped, exit code 143" in ask("stop", "run-1")
+        assert program.wait() == 143
 
 
 @pytest.mark.e2e
