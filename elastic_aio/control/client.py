@@ -56,6 +56,7 @@ from elastic_aio.control.sockets import (
     has_ended,
     is_of_own_process,
     is_peer_allowed,
+    named_pid,
     open_peer,
     peer_of,
     socket_paths,
@@ -486,7 +487,7 @@ async def _look(paths: Sequence[str], patience: float, wait: Wait) -> list[Runni
 
 async def _read_job(path: str, channel: Channel | None, deadline: float) -> RunningJob | None:
     """Return the job behind a socket; None if it has ended."""
-    named = int(number) if (number := os.path.basename(path).partition("-")[0]).isdigit() else 0
+    named = named_pid(path)
     if channel is None:
         return RunningJob(path, named, None)
     try:

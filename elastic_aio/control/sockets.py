@@ -100,11 +100,17 @@ def is_of_own_process(path: str) -> bool:
     return os.path.basename(path).partition("-")[2].startswith(_OWN)
 
 
+def named_pid(path: str) -> int:
+    """Return the pid in the name of an agent's socket, in the agent's pid namespace; 0: none."""
+    pid = os.path.basename(path).partition("-")[0]
+    return int(pid) if pid.isdecimal() else 0
+
+
 def has_agent_name(path: str) -> bool:
     """Whether a socket has the name that an agent gives: other programs may use the directory."""
-    pid, _, rest = os.path.basename(path).partition("-")
+    rest = os.path.basename(path).partition("-")[2]
     number = rest.removesuffix(SOCKET_SUFFIX)
-    return pid.isdecimal() and number.isalnum() and number != rest
+    return named_pid(path) > 0 and number.isalnum() and number != rest
 
 
 def _fallback() -> str:

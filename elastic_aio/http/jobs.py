@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from elastic_aio.aio import EventHistory, cancel_and_wait, create_task, run_in_thread
 from elastic_aio.control.client import JobClient, RunningJob
-from elastic_aio.control.sockets import SOCKET_SUFFIX, directories, socket_paths
+from elastic_aio.control.sockets import SOCKET_SUFFIX, directories, named_pid, socket_paths
 from elastic_aio.errors import ControlError
 from elastic_aio.events import JobFinished
 from elastic_aio.http.app import FilePage, JobPages, answer, read_only_app, stream_of
@@ -119,10 +119,9 @@ class _FollowedRun(_ShownRun):
     """A run whose events come from its control socket."""
 
     def __init__(self, path: str) -> None:
-        name = os.path.basename(path).removesuffix(SOCKET_SUFFIX)
-        pid = name.partition("-")[0]
-        super().__init__(name, int(pid) if pid.isdecimal() else None)
-        self._socket = RunningJob(path, self.pid or 0, None)
+        pid = named_pid(path)
+        super().__init__(os.path.basename(path).removesuffix(SOCKET_SUFFIX), pid)
+        self._socket = RunningJob(path, pid, None)
         self.is_refused = False
 
     async def follow(self, on_change: Callable[[], None]) -> None:
