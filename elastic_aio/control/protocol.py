@@ -28,11 +28,6 @@ class _ControlMessage(Struct, frozen=True, kw_only=True, tag_field="command"):
     acknowledge: bool = False
     """Whether the answer begins with an `AcceptedReply`: it may take as long as the job."""
 
-    @property
-    def waits(self) -> bool:
-        """Whether the answer may take as long as the job, and changes nothing."""
-        return False
-
 
 class GetStatus(_ControlMessage, frozen=True, kw_only=True, tag="status"):
     """Answer with a `StatusReply`; `makes_files`: the log files are about to be read.
@@ -51,10 +46,6 @@ class GetEvents(_ControlMessage, frozen=True, kw_only=True, tag="events"):
 
     after: int = -1
     follow: bool = False
-
-    @property
-    def waits(self) -> bool:
-        return self.follow
 
 
 class StopJob(_ControlMessage, frozen=True, kw_only=True, tag="stop"):
@@ -100,10 +91,6 @@ class DumpStacks(_ControlMessage, frozen=True, kw_only=True, tag="dump"):
 
 class AwaitEnd(_ControlMessage, frozen=True, kw_only=True, tag="wait"):
     """Answer with an `EndReply` when the job is over."""
-
-    @property
-    def waits(self) -> bool:
-        return True
 
 
 ControlRequest = (

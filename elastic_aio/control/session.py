@@ -99,7 +99,7 @@ async def serve(connection: socket.socket, job: ControlledJob, place: Place) -> 
     writer.transport.set_write_buffer_limits(0)
 
     is_answered = False
-    seconds: float | None = None  # for the client to take a part of the answer
+    seconds: float | None = _READ_S
 
     async def send(reply: Reply) -> None:
         if writer.is_closing():  # uvloop raises a RuntimeError
@@ -121,8 +121,10 @@ async def serve(connection: socket.socket, job: ControlledJob, place: Place) -> 
                 return
         if has_event(connection.fileno()):
             return  # it has hung up: this process was suspended, or busy
-        seconds = None if request.waits else _READ_S
-        answering = create_task(_answer(job, request, client, send, place), name="answer")
+        held: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if isinstance(request, AwaitEnd) or (isinstance(request, GetEvents) and request.follow):
+            held, seconds = place(), None
+        answering = create_task(_answer(job, request, client, send, held), name="answer")
         ending = create_task(_hang_up(reader, connection), name="end of a control connection")
         try:
             await asyncio.wait([answering, ending], return_when=asyncio.FIRST_COMPLETED)
@@ -158,10 +160,14 @@ async def _read_request(reader: asyncio.StreamReader) -> ControlRequest:
 
 
 async def _answer(
-    job: ControlledJob, request: ControlRequest, client: str, send: Send, place: Place
+    job: ControlledJob,
+    request: ControlRequest,
+    client: str,
+    send: Send,
+    place: contextlib.AbstractContextManager[None],
 ) -> None:
     try:
-        with place() if request.waits else contextlib.nullcontext():
+        with place:
             if request.acknowledge:
                 await send(AcceptedReply())
             await send(await _perform(job, request, client, send))
