@@ -282,7 +282,10 @@ class HostJobs:
         }
 
     async def find(self, name: str) -> _ShownRun | None:
-        """Return the latest run of this name in the list, with this pid, or of this id."""
+        """Return the latest run of this name in the list, with this pid, or of this id.
+
+        ControlError: the disk with its events does not answer.
+        """
         self._look()
         for run in self._shown():
             if run.is_named(name):
@@ -291,7 +294,11 @@ class HostJobs:
         for recorded in self._recorded:
             if recorded.is_named(name):
                 if recorded.name not in self._loaded:
-                    await run_in_thread(recorded.load, daemon=True)
+                    try:
+                        async with asyncio.timeout(_RECORDS_S):
+                            await run_in_thread(recorded.load, daemon=True)
+                    except TimeoutError:
+                        raise ControlError("the disk does not answer") from None
                     self._loaded = dict([*self._loaded.items()][1 - ENDED_MAX :])
                     self._loaded[recorded.name] = recorded
                 return self._loaded[recorded.name]

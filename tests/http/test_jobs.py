@@ -14,6 +14,7 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,11 +24,12 @@ import httpx
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from elastic_aio import Agent, LaunchSpec, SpecError
+from elastic_aio import Agent, Event, LaunchSpec, RunRecorder, SpecError, launch
 from elastic_aio.control.sockets import CONTROL_DIR, SOCKET_SUFFIX
 from elastic_aio.http import jobs as jobs_module
 from elastic_aio.http.app import JOB_PAGE
 from elastic_aio.http.jobs import ENDED_MAX, JOBS_PAGE, HostJobs, JobsServer
+from elastic_aio.record import JobRecord
 from tests.support.children import DEADLINE_S, SLEEPER, shell, until, until_ready
 from tests.support.cli import CLI, run_beside, run_program, running, running_cli
 from tests.support.control import own_control_dir, sockets
@@ -358,6 +360,25 @@ async def test_runs_that_ended_before(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "logs")
         shutil.rmtree(Path(os.environ["XDG_STATE_HOME"]) / "elastic_aio")
         assert await client.jobs() == []
+
+
+async def test_a_disk_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with RunRecorder() as recorder:
+        await launch(LaunchSpec(["true"], run_id="past"), listeners=[recorder])
+    answers, read = threading.Event(), JobRecord.events
+
+    def events(run: JobRecord) -> list[Event]:
+        assert answers.wait(DEADLINE_S)
+        return read(run)
+
+    monkeypatch.setattr(JobRecord, "events", events)
+    monkeypatch.setattr(jobs_module, "_RECORDS_S", 0.3)
+    async with serving() as client:
+        silent = await client.get("/jobs/past/status")
+        assert (silent.status_code, silent.text) == (503, "the disk does not answer\n")
+        assert (await client.only())["run_id"] == "past"
+        answers.set()
+        assert (await client.events("past"))[-1] == "JobFinished"
 
 
 @pytest.mark.e2e
