@@ -122,7 +122,8 @@ async def serve(connection: socket.socket, job: ControlledJob, place: Place) -> 
         if has_event(connection.fileno()):
             return  # it has hung up: this process was suspended, or busy
         held: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if isinstance(request, AwaitEnd) or (isinstance(request, GetEvents) and request.follow):
+        follows = isinstance(request, GetEvents) and request.follow
+        if follows or isinstance(request, AwaitEnd | RestartJob):
             held, seconds = place(), None
         answering = create_task(_answer(job, request, client, send, held), name="answer")
         ending = create_task(_hang_up(reader, connection), name="end of a control connection")

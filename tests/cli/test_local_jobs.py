@@ -564,7 +564,7 @@ def test_a_job_that_many_clients_follow_can_be_asked_and_stopped(job: StartJob, 
         for argv in ["status"], ["why"], ["events"], ["logs"], ["top", "--once"], ["dump"]:
             assert ask(*argv)
         assert ask("signal", "run-1", "USR1").endswith("SIGUSR1 sent to 2 workers\n")
-        assert "attempt 1 runs" in ask("restart", "run-1")
+        assert full in ask("restart", "run-1", code=1)
         assert "stopped, exit code 143" in ask("stop", "run-1")
         assert program.wait() == 143
 

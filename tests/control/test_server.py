@@ -347,16 +347,17 @@ async def test_clients_that_wait_leave_places_for_other_requests() -> None:
     """A job can be asked and stopped at any time, whatever many clients follow it."""
     limits = {"connections_max": 3, "waiting_max": 2}
     full = ErrorReply("2 clients follow the job or wait for it already")
-    async with controlled(limits=limits) as (_, server):
+    async with controlled(limits=limits) as (agent, server):
         with open_channel(server.path) as first, open_channel(server.path) as second:
             first.send(AwaitEnd(acknowledge=True))
             second.send(GetEvents(follow=True))
             assert await in_thread(run_blocking, first.receive(30)) == AcceptedReply()
             assert isinstance(await in_thread(run_blocking, second.receive(30)), EventReply)
-            for request in AwaitEnd(), AwaitEnd(acknowledge=True), GetEvents(follow=True):
+            for request in AwaitEnd(acknowledge=True), GetEvents(follow=True), RestartJob():
                 assert await tell(server, request) == full
                 await connections(server, 2)
             assert isinstance(await tell(server, GetStatus()), StatusReply)
+            assert agent.status().attempt == 0
             await connections(server, 2)
             assert await tell(server, StopJob(wait=False)) == DoneReply()
             assert isinstance(await in_thread(run_blocking, first.receive(30)), EndReply)
