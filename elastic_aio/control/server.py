@@ -127,15 +127,13 @@ class ControlServer:
             self._timer.cancel()
         if self._acceptor is None or self._fork.is_copy:
             return
+        with suppress(OSError):  # the directory was cleared
+            os.unlink(self.path)  # first: a client whose connection ends then finds no socket
+        self.path = ""
         self._acceptor.close()
         self._acceptor = None
         if self._watcher is not None:
             self._watcher.close()
-        try:
-            os.unlink(self.path)
-        except OSError:
-            pass  # the directory was cleared
-        self.path = ""
 
     async def aclose(self) -> None:
         """Listen no more, and end all connections soon.

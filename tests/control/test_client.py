@@ -126,8 +126,8 @@ async def test_files_of_other_programs_stay(directory: Path) -> None:
         with socket.socket(socket.AF_UNIX) as bound:
             bound.bind(str(directory / name))
     assert await list_jobs() == []
-    for name in ("other.sock", "notes.sock"):
-        with pytest.raises(JobNotFound):
+    for name in ("other.sock", "notes.sock", "none.sock"):
+        with pytest.raises(JobNotFound, match=r"^no job is at this control socket \(got '.*'\)$"):
             async with connect(str(directory / name)):
                 pass
     assert sockets(directory) == [".1-e.sock", "1-f.sock", "notes.sock", "other.sock"]
@@ -208,6 +208,25 @@ async def test_a_job_that_ends_while_it_is_asked_has_ended(silent: str) -> None:
                     with pytest.raises(JobNotFound, match="the job has ended"):
                         await asked
                 os.rename(f"{silent}.away", silent)
+
+
+async def test_the_last_answer_of_a_job_that_has_ended_may_be_none(silent: str) -> None:
+    """The agent has read the request, and its job ends: the connection ends without a reset."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        os.unlink(silent)
+        listener.bind(silent)
+        listener.listen()
+        listener.setblocking(False)
+        client = JobClient(RunningJob(silent, os.getpid(), None))
+        asked = asyncio.ensure_future(client.dump())
+        loop = asyncio.get_running_loop()
+        connection, _ = await loop.sock_accept(listener)
+        with connection:
+            await loop.sock_recv(connection, 65536)
+            connection.sendall(encode(AcceptedReply()))
+            os.unlink(silent)
+        with pytest.raises(JobNotFound, match="the job has ended"):
+            await asked
 
 
 async def test_a_long_answer_does_not_block_the_event_loop(directory: Path) -> None:

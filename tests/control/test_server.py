@@ -56,6 +56,7 @@ from elastic_aio.control.server import ControlServer, refuse
 from elastic_aio.control.sockets import CONTROL_DIR
 from elastic_aio.outcome import JobState
 from elastic_aio.process import proc
+from elastic_aio.sockets import Acceptor
 from tests.support.children import DEADLINE_S, SLEEPER, noting, shell, until, until_ready
 from tests.support.control import ask, open_channel, own_control_dir, replies, sockets
 from tests.support.leaks import leaked_processes
@@ -112,6 +113,24 @@ async def test_the_socket_of_an_agent_is_private_and_goes_with_the_job(directory
         assert stat.S_ISSOCK(mode)
         assert stat.S_IMODE(mode) == 0o600
     assert sockets(directory) == []
+
+
+async def test_the_socket_goes_before_connections_end(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the last clients of a job that ends would take its launcher for killed."""
+    left: list[list[str]] = []
+    close = Acceptor.close
+
+    def noted(acceptor: Acceptor) -> None:
+        left.append(sockets(directory))
+        close(acceptor)
+
+    monkeypatch.setattr(Acceptor, "close", noted)
+    async with controlled():
+        assert len(sockets(directory)) == 1
+    assert left
+    assert not any(left)
 
 
 async def test_a_job_without_control_makes_nothing(directory: Path) -> None:
