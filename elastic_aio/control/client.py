@@ -72,7 +72,9 @@ NO_JOB: Final = "no job of this user runs on this host"
 ANSWER_S: Final = 10.0
 """Seconds in which an agent reads a request."""
 
+_ENDED: Final = "the job has ended: its control socket is gone"
 _DUMP_S: Final = 60.0
+_NAMES_MAX: Final = 10
 _PATIENCE_S: Final = 2.0
 _LINE_MAX: Final = 64 << 20
 _CHUNK: Final = 1 << 16
@@ -369,7 +371,7 @@ class JobClient:
                 yield channel
         except OSError as error:
             if isinstance(error, FileNotFoundError) or _has_closed(self.job.path, error):
-                raise JobNotFound("the job has ended: its control socket is gone") from error
+                raise JobNotFound(_ENDED) from error
             raise AgentUnreachable(f"the agent does not answer: {error_reason(error)}") from error
 
     @asynccontextmanager
@@ -388,6 +390,8 @@ class JobClient:
         reply = await channel.receive(timeout)
         if isinstance(reply, kinds):
             return reply
+        if reply is None and _is_gone(self.job.path):
+            raise JobNotFound(_ENDED)
         if reply is None:
             raise AgentUnreachable("the connection to the agent is lost")
         if isinstance(reply, ErrorReply):
@@ -441,6 +445,8 @@ async def connect(
     is_path = isinstance(job, str) and job.endswith(SOCKET_SUFFIX)
     paths = [str(job)] if is_path else socket_paths(directories())
     jobs = await _look(paths, min(timeout, _PATIENCE_S), wait_in_loop)
+    if is_path and not jobs:
+        raise JobNotFound(f"no job is at this control socket (got {format_value(job)})")
     found = choose(jobs, None if job is None or is_path else str(job))
     client = JobClient(found, timeout=timeout)
     try:
@@ -505,7 +511,11 @@ async def _read_job(path: str, channel: Channel | None, deadline: float) -> Runn
 
 def _has_closed(path: str, error: Exception) -> bool:
     """Whether an agent has broken off since its job is over: it removes its socket before."""
-    return isinstance(error, ConnectionError) and not os.path.lexists(path)
+    return isinstance(error, ConnectionError) and _is_gone(path)
+
+
+def _is_gone(path: str) -> bool:
+    return not os.path.lexists(path)
 
 
 def _remove(path: str) -> None:
@@ -523,7 +533,7 @@ def choose(jobs: Sequence[RunningJob], name: str | None, *, begins: bool = False
         return found[0]
     if not jobs:
         raise JobNotFound(NO_JOB + got)
-    known = "; ".join(map(str, found or jobs))
+    known = _names(found or jobs)
     if found and _run_id(found[0]) and len({_run_id(job) for job in found}) == 1:
         # Several nodes of one job on this host, or jobs of one id.
         raise JobNotFound(f"{len(found)} launchers match: give the pid of one: {known}")
@@ -533,6 +543,13 @@ def choose(jobs: Sequence[RunningJob], name: str | None, *, begins: bool = False
     missing = "must be a whole id or a pid" if is_begun else "no such job"
     problem = "matches several: " if found else f"{missing}; running here: "
     raise JobNotFound(f"{problem}{known}{got}")
+
+
+def _names(jobs: Sequence[RunningJob]) -> str:
+    """Return the names of the jobs, the latest of many."""
+    left_out = len(jobs) - _NAMES_MAX
+    more = [f"and {left_out} more"] if left_out > 0 else []
+    return "; ".join([*map(str, jobs[-_NAMES_MAX:]), *more])
 
 
 def matches(

@@ -173,6 +173,13 @@ def test_the_beginnings_of_jobs(name: str, pids: list[int]) -> None:
             "JOB: 2 launchers match: give the pid of one: abc1 (pid 7); abc1 (pid 8)",
         ),
         (JOBS[3:], "x", "JOB: no such job; running here: pid 10 (does not answer) (got 'x')"),
+        (
+            [running_job(pid, f"r{pid}") for pid in range(100, 112)],
+            "r",
+            "JOB: matches several: "
+            + "; ".join(f"r{pid} (pid {pid})" for pid in range(102, 112))
+            + "; and 2 more (got 'r')",
+        ),
     ],
 )
 def test_a_name_that_is_not_of_one_job(
