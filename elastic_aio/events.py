@@ -599,7 +599,9 @@ class OutputLost(Event, frozen=True, kw_only=True):
 
     def _text(self) -> str:
         lost = "output" if self.lost is None else counted(self.lost, "byte")
-        return f"{lost} of {self.stream} of rank {self.rank} lost: {self.why} ({self.path})"
+        stream = f"{self.stream} of rank {self.rank}"
+        what = stream if self.lost == 0 else f"{lost} of {stream} lost"
+        return f"{what}: {self.why} ({self.path})"
 
 
 class WorkerStoreRefused(Event, frozen=True, kw_only=True):

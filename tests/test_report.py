@@ -313,6 +313,8 @@ EVENTS: list[tuple[Event, int, str]] = [
      WARNING, "output of stderr of rank 3 lost: it is gone (/logs/x)"),
     (OutputLost(rank=3, local_rank=1, stream="stderr", path="/x", why="it is gone", lost=1),
      WARNING, "1 byte of stderr of rank 3 lost: it is gone (/x)"),
+    (OutputLost(rank=3, local_rank=1, stream="stderr", path="/x", why="it grows", lost=0),
+     WARNING, "stderr of rank 3: it grows (/x)"),
     (AttemptFailed(attempt=1, node="box", root=EXIT_7, failures=(EXIT_7,)), WARNING,
      "attempt 1 failed: rank 1 (pid 101): exit code 7: cannot load"),
     (AttemptFailed(attempt=1, node="other", root=EXIT_7, failures=(EXIT_7,)), WARNING,
