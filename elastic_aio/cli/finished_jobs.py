@@ -15,6 +15,7 @@ RUN_COLUMNS = ("RUN", "NODE", "PID", "NAME", "PHASE", "EXIT", "ATTEMPTS", "START
 _WIDTHS = (24, 24, 8, 32, 16, 4, 8, 19, 16, 60)
 
 _LOST = "did not end"
+_KILLED = "its launcher was killed"
 
 
 def runs_named(name: str, *, begins: bool) -> tuple[list[JobRecord], str]:
@@ -63,15 +64,16 @@ def run_row(job: RunningJob, now: float) -> tuple[str, ...]:
     run = job.status
     if run is None:
         return ("?", "?", str(job.pid), "?", "does not answer", *"?????")
-    phase, code, until = run.phase, "", now
+    phase, code, until, over, why = run.phase, "", now, "", run.reason
     if isinstance(run, JobRecord):
-        phase = _LOST if run.is_lost else phase
+        if run.is_lost:  # some time after its last event
+            phase, over, why = _LOST, "over ", _KILLED
         code = "" if run.exit_code is None else str(run.exit_code)
         until = run.until
     started = run.started_at or until
     cells = [
         *(run.run_id, run.node, str(job.pid), run.entrypoint, phase, code, str(run.attempt + 1)),
-        *(local_time(started), format_duration(until - started), run.reason),
+        *(local_time(started), over + format_duration(until - started), why),
     ]
     return tuple(one_line(cell, width) for cell, width in zip(cells, _WIDTHS, strict=True))
 
@@ -81,7 +83,7 @@ def end_of_last(runs: Sequence[JobRecord], name: str) -> str:
     if not runs or not (runs[0].has_ended or runs[0].is_lost):
         return ""
     how = f"{runs[0].phase}, exit code {runs[0].exit_code}"
-    how = "its launcher was killed" if runs[0].is_lost else f"{how}, at {local_time(runs[0].until)}"
+    how = _KILLED if runs[0].is_lost else f"{how}, at {local_time(runs[0].until)}"
     return f"this run has ended ({how}); `aio-elastic why {one_line(name)}` explains it"
 
 
@@ -92,7 +94,7 @@ def run_lines(run: JobRecord) -> list[str]:
         end = f"ended     {local_time(run.until)}, exit code {run.exit_code}"
     elif run.is_lost:
         end += " for the last time"
-        phase = f"{_LOST}: its launcher was killed (phase {run.phase})"
+        phase = f"{_LOST}: {_KILLED} (phase {run.phase})"
     command = f"command   {one_line(shlex.join(run.command))}"
     head = head_lines(run, run.until, phase)
     return [*head, end, command, f"record    {printable(run.directory)}"]

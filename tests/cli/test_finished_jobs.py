@@ -87,27 +87,30 @@ def test_running_jobs_and_recorded_ones_are_one_list(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("run", "phase", "code", "time"),
+    ("run", "phase", "code", "time", "why"),
     [
-        (JobStatus(phase="running", started_at=1.0), "running", "", "9 s"),
+        (JobStatus(phase="running", started_at=1.0), "running", "", "9 s", ""),
         (
-            JobRecord(phase="failed", started_at=1.0, ended_at=3.0, exit_code=3),
+            JobRecord(phase="failed", started_at=1.0, ended_at=3.0, exit_code=3, reason="no GPU"),
             "failed",
             "3",
             "2 s",
+            "no GPU",
         ),
         (
             JobRecord(phase="running", started_at=1.0, written_at=6.0, is_lost=True),
             "did not end",
             "",
-            "5 s",
+            "over 5 s",
+            "its launcher was killed",
         ),
-        (JobRecord(phase="running", started_at=1.0, written_at=6.0), "running", "", "5 s"),
+        (JobRecord(phase="running", started_at=1.0, written_at=6.0), "running", "", "5 s", ""),
     ],
 )
-def test_the_row_of_a_run(run: JobStatus, phase: str, code: str, time: str) -> None:
+def test_the_row_of_a_run(run: JobStatus, phase: str, code: str, time: str, why: str) -> None:
+    """A launcher that was killed has run on, for an unknown time, after its last event."""
     row = dict(zip(RUN_COLUMNS, run_row(RunningJob("", 7, run), 10.0), strict=True))
-    assert (row["PHASE"], row["EXIT"], row["TIME"]) == (phase, code, time)
+    assert (row["PHASE"], row["EXIT"], row["TIME"], row["WHY"]) == (phase, code, time, why)
 
 
 @pytest.mark.parametrize(
