@@ -432,7 +432,8 @@ class StoreSession:
         They need the coordinator and the node that hosts the store.  A member that was lost before
         it had succeeded may come back within the time of its lease: it must then find the end of
         its job, and not the next job at this endpoint.  So may a member that has not come from the
-        former store yet, for as long as this node could itself.
+        former store yet, for as long as this node could itself.  A preempted job waits for neither
+        after the deadline of its notice.
         """
         is_leader, is_host = self.is_leader, self._located.is_host
         if not (is_leader or is_host):
@@ -454,7 +455,9 @@ class StoreSession:
         if is_host:
             coming = self._former.leased_until + FENCE - asyncio.get_running_loop().time()
             returning = lost_at + self._spec.heartbeat_timeout - monotonic_clock()
-            await asyncio.sleep(max(coming, returning))
+            notice = self._member.status.preemption  # the host is there until then
+            limit = math.inf if notice is None else notice.until - wall_clock()
+            await asyncio.sleep(min(max(coming, returning), limit))
         elif is_leader and not self._located.is_engine:
             await self._runner.delete_keys(self._store)
             await release_claim(self._located.store, self._run_id)

@@ -930,10 +930,18 @@ MUTATIONS: Final = (
     Mutation(
         "host-leaves-before-a-lost-member",
         "rendezvous/session.py",
-        "await asyncio.sleep(max(coming, returning))",
+        "await asyncio.sleep(min(max(coming, returning), limit))",
         "await asyncio.sleep(0)",
         "a member that was lost with its workers finds the end of its job",
         _END + "test_a_host_stays_until_a_lost_member_has_no_lease",
+    ),
+    Mutation(
+        "host-stays-after-a-notice",
+        "rendezvous/session.py",
+        "await asyncio.sleep(min(max(coming, returning), limit))",
+        "await asyncio.sleep(max(coming, returning))",
+        "a preempted node that serves the store leaves by the deadline of its notice",
+        _PREEMPTION + "test_the_node_that_serves_the_store_stays_no_longer_than_the_notice",
     ),
     Mutation(
         "missing-status-unnoticed",

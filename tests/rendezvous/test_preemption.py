@@ -369,10 +369,15 @@ def test_a_notice_that_no_member_would_write(until: float) -> None:
 # -------------------------------------------------------------------- virtual time
 
 
-def simulated(names: str = "abc", **settings: Any) -> tuple[Simulation, list[SimNode]]:
+def simulated(
+    names: str = "abc", heartbeat_timeout: float = 2.0, **settings: Any
+) -> tuple[Simulation, list[SimNode]]:
     """Return nodes that run a round together."""
     rendezvous = RendezvousSpec(
-        last_call_timeout=0.5, scale_up_delay=0.0, join_timeout=20.0, heartbeat_timeout=2.0
+        last_call_timeout=0.5,
+        scale_up_delay=0.0,
+        join_timeout=20.0,
+        heartbeat_timeout=heartbeat_timeout,
     )
     spec = LaunchSpec("x", nnodes=f"1:{len(names)}", max_restarts=3, rendezvous=rendezvous)
     sim = Simulation(spec, endpoints=settings.pop("endpoints", ("store0",)), **settings)
@@ -445,6 +450,21 @@ def test_the_coordinator_is_lost_with_the_store_that_it_serves() -> None:
     assert all(node.running and not node.is_stopping for node in nodes[1:])
     sim.run_until(lambda: sim.is_over, 60.0)
     check_preempted(nodes[1:])
+
+
+@pytest.mark.parametrize("victim", ["serves the store", "does not"])
+def test_the_node_that_serves_the_store_stays_no_longer_than_the_notice(victim: str) -> None:
+    """Its host is taken away then, although a node that was lost before may come back."""
+    sim, nodes = simulated(endpoints=("a", "b"), heartbeat_timeout=20.0)
+    lost = nodes.pop(0 if victim == "serves the store" else 2)
+    sim.kill(lost)
+    sim.run_until(lambda: len(sim.checker.rounds.rounds) == 2, 60.0)
+    sim.preempt(nodes[1], 5.0)
+    sim.run(AT_ONCE_S)
+    for node in nodes:
+        node.end_workers(0)
+    sim.run_until(lambda: sim.is_over, 5.0)
+    check_preempted(nodes)
 
 
 def test_a_clock_that_is_set_back_postpones_no_deadline() -> None:
