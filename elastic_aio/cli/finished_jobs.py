@@ -6,13 +6,13 @@ import os
 import shlex
 from collections.abc import Sequence
 
-from elastic_aio.cli.status_text import head_lines, local_time
+from elastic_aio.cli.status_text import ID_MAX, head_lines, local_time
 from elastic_aio.control.client import RunningJob, matches
 from elastic_aio.record import RUN_FILE, JobRecord, recorded_runs, run_in
 from elastic_aio.text import error_reason, format_duration, one_line, printable
 
 RUN_COLUMNS = ("RUN", "NODE", "PID", "NAME", "PHASE", "EXIT", "ATTEMPTS", "STARTED", "TIME", "WHY")
-_WIDTHS = (24, 24, 8, 32, 16, 4, 8, 19, 16, 60)
+_WIDTHS = (ID_MAX, 24, 8, 32, 16, 4, 8, 19, 16, 60)
 
 _LOST = "did not end"
 _KILLED = "its launcher was killed"

@@ -26,7 +26,7 @@ WORKER_COLUMNS = ("RANK", "PID", "STATE", "SINCE", "CPU", "CPU TIME", "PEAK MEM"
 MEASURED_S = 0.25
 """Seconds between two looks at the CPU time of a process, whose unit is 10 milliseconds."""
 
-_ID_MAX = 24
+ID_MAX = 36  # a UUID, which torchrun takes: what is shown names the job
 _NAME_MAX = 32
 _REPORTED_MAX = 60
 
@@ -52,7 +52,7 @@ def job_row(job: RunningJob, now: float) -> tuple[str, ...]:
         return ("?", str(job.pid), "?", "does not answer", "?", "?", "?", "?", "?")
     running = sum(worker.state == "running" for worker in status.workers)
     return (
-        one_line(status.run_id, _ID_MAX),
+        one_line(status.run_id, ID_MAX),
         str(job.pid),
         one_line(status.entrypoint, _NAME_MAX),
         status.phase,

@@ -18,6 +18,7 @@ import pytest
 
 from elastic_aio.cli import finished_jobs, main
 from elastic_aio.cli.finished_jobs import RUN_COLUMNS, run_lines, run_row, with_recorded
+from elastic_aio.cli.status_text import job_row
 from elastic_aio.control.client import RunningJob
 from elastic_aio.events import JobStarted
 from elastic_aio.record import (
@@ -111,6 +112,14 @@ def test_the_row_of_a_run(run: JobStatus, phase: str, code: str, time: str, why:
     """A launcher that was killed has run on, for an unknown time, after its last event."""
     row = dict(zip(RUN_COLUMNS, run_row(RunningJob("", 7, run), 10.0), strict=True))
     assert (row["PHASE"], row["EXIT"], row["TIME"], row["WHY"]) == (phase, code, time, why)
+
+
+def test_the_id_in_a_row_names_the_run() -> None:
+    """Also the UUID of a run of torchrun, with and without `-a`."""
+    run_id = "7a5ebe7e-8064-42c1-af47-304c45d4d3c8"
+    run = JobRecord(run_id=run_id, started_at=1.0, ended_at=3.0)
+    assert run_row(RunningJob("", 7, run), 10.0)[0] == run_id
+    assert job_row(RunningJob("", 7, run), 10.0)[0] == run_id
 
 
 @pytest.mark.parametrize(
