@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from elastic_aio.record import JobRecord
 
 EXIT_CODES: Final = "Exit codes: 0 success, 1 the job does not answer, 2 no such job."
+_MUST_NAME: Final = "a script must name the job"
 
 Command = Callable[[Sequence[str]], int]
 """A sub-command: a function of its arguments that returns the exit code."""
@@ -97,13 +98,19 @@ def command(name: str) -> Callable[[Command], Command]:
 
 
 def job_parser(
-    name: str, description: str, *, epilog: str = EXIT_CODES, takes_runs: bool = False
+    name: str,
+    description: str,
+    *,
+    epilog: str = EXIT_CODES,
+    takes_runs: bool = False,
+    changes: bool = False,
 ) -> OptionParser:
     """Return the parser of a sub-command that is about one job.
 
-    `takes_runs`: the job may also be a run that has ended, and the beginning of an id.
+    `takes_runs`: the job may also be a run that has ended, and the beginning of an id.  `changes`:
+    see `choose_job_to_change`.
     """
-    id_, ended = "id", ""
+    id_, ended, named = "id", "", f"; {_MUST_NAME}" if changes else ""
     if takes_runs:
         id_, ended = "id or beginning of the id", "; also of a run that has ended, or its directory"
     parser = OptionParser(prog=f"aio-elastic {name}", description=description, epilog=epilog)
@@ -112,7 +119,7 @@ def job_parser(
         nargs="?",
         metavar="JOB",
         help=f"{id_} of the run, pid of the launcher, or what the workers run{ended} (default: the"
-        " only job that runs)",
+        f" only job that runs{named})",
     )
     return parser
 
@@ -271,9 +278,14 @@ def main_stop(argv: Sequence[str]) -> int:
         "End a job by its stop plan, and wait for its end. A job of several nodes goes on"
         " without this node.",
         epilog="Exit codes: 0 the job is over, 1 it does not answer, 2 no such job.",
+        changes=True,
     )
     parser.add_argument("--signal", metavar="NAME", help="in place of the plan's first signal")
-    parser.add_argument("--kill", action="store_true", help="kill all processes at once")
+    parser.add_argument(
+        "--kill",
+        action="store_true",
+        help="kill all processes at once, and a launcher that does not answer",
+    )
     parser.add_argument("--no-wait", action="store_true", help="return after the request")
     parser.add_argument(
         "--reason", default="", metavar="TEXT", help="for the events and the result"
@@ -311,6 +323,7 @@ def main_restart(argv: Sequence[str]) -> int:
         " costs no restart of --max-restarts.",
         epilog="Exit codes: 0 the next attempt runs, 1 the job has ended, or does not answer,"
         " 2 no such job.",
+        changes=True,
     )
     parser.add_argument("--reason", default="", metavar="TEXT", help="for the events")
     arguments = parser.parse_args(argv)
@@ -328,6 +341,7 @@ def main_preempt(argv: Sequence[str]) -> int:
         "preempt",
         "Give the workers of a job, on all its nodes, notice that it is about to be preempted. The"
         " job ends when they have ended, or at the deadline, and none is restarted.",
+        changes=True,
     )
     parser.add_argument(
         "--deadline",
@@ -365,7 +379,9 @@ def main_signal(argv: Sequence[str]) -> int:
         description="Send a signal to the first process of each worker of this node.",
         epilog=EXIT_CODES,
     )
-    parser.add_argument("words", nargs="*", metavar="[JOB] SIGNAL", help="such as USR1 or 10")
+    parser.add_argument(
+        "words", nargs="*", metavar="[JOB] SIGNAL", help=f"such as USR1 or 10; {_MUST_NAME}"
+    )
     parser.add_argument("--rank", metavar="N", help="global rank of the only worker to get it")
     arguments = parser.parse_args(argv)
     if not 1 <= len(arguments.words) <= 2:

@@ -282,6 +282,17 @@ def test_the_help_of_a_command_says_whether_it_takes_a_run(
     assert ("a run that has ended" in words) == (command in OF_RUNS)
 
 
+@pytest.mark.parametrize("command", [*COMMANDS, "signal"])
+def test_the_help_of_a_command_says_whether_a_script_must_name_the_job(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    changes = command in ("stop", "restart", "preempt", "signal")
+    assert ("a script must name the job" in words) == changes
+
+
 def test_ps_without_a_job(ask: Ask) -> None:
     assert ask("ps") == "no job of this user runs on this host\n"
     assert ask("ps", "--json") == ""
