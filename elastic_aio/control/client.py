@@ -534,8 +534,9 @@ def choose(jobs: Sequence[RunningJob], name: str | None, *, begins: bool = False
     if not jobs:
         raise JobNotFound(NO_JOB + got)
     known = _names(found or jobs)
-    if found and _run_id(found[0]) and len({_run_id(job) for job in found}) == 1:
-        # Several nodes of one job on this host, or jobs of one id.
+    ids, pids = {_run_id(job) for job in found}, {job.pid for job in found}
+    if len(ids) == 1 and any(ids) and len(pids) == len(found):
+        # Several nodes of one job on this host, or jobs of one id; not of one program.
         raise JobNotFound(f"{len(found)} launchers match: give the pid of one: {known}")
     if name is None:
         raise JobNotFound(f"must be given, {counted(len(jobs), 'job')} run here: {known}")

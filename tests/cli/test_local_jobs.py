@@ -172,6 +172,7 @@ def test_the_beginnings_of_jobs(name: str, pids: list[int]) -> None:
             "abc1",
             "JOB: 2 launchers match: give the pid of one: abc1 (pid 7); abc1 (pid 8)",
         ),
+        (NODES[:1] * 2, "abc1", "JOB: matches several: abc1 (pid 7); abc1 (pid 7) (got 'abc1')"),
         (JOBS[3:], "x", "JOB: no such job; running here: pid 10 (does not answer) (got 'x')"),
         (
             [running_job(pid, f"r{pid}") for pid in range(100, 112)],
