@@ -242,7 +242,10 @@ class StopRequested(Event, frozen=True, kw_only=True):
 
 
 class PreemptionNotice(Event, frozen=True, kw_only=True):
-    """The job is about to be preempted: its workers may save until then, and none is restarted."""
+    """The job is about to be preempted: its workers may save until then, and none is restarted.
+
+    An event that follows another one has the earlier deadline, which replaces the later one.
+    """
 
     why: str
     """The signal or the request, and on which node if there are several."""

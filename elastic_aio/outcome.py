@@ -35,6 +35,8 @@ PREEMPTED_CODE: Final = 85
 """Exit code of a preempted job: ERESTART of errno(3), HTCondor's code for "run it again"."""
 PREEMPTION_CHANGE: Final = 1 << 30
 """Number of the pending change that is a preemption: above those of all others."""
+PREEMPTION_SLACK: Final = 1.0
+"""Seconds by which a notice must be earlier than the last to replace it: clocks of nodes differ."""
 
 
 def signal_name(number: int) -> str:

@@ -320,7 +320,7 @@ class Agent:
             reason: for the events and the result.
 
         Returns:
-            Whether this was the first notice; a further one changes nothing.
+            Whether it counts: it comes before a stop, and leaves less time than a notice before.
 
         Raises:
             SpecError: the number of seconds is negative, or no number.

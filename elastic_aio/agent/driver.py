@@ -169,7 +169,7 @@ class Driver:
         self._abandoned: set[asyncio.Task[Any]] = set()
         self._waiting: asyncio.Task[Any] | None = None
         self._stopping: asyncio.Task[Any] | None = None
-        self._shows_change = False
+        self._shows_change = self._has_forwarded = False
         runtime.liveness.on_agreed = lambda *agreed: self.receive(WorkersAgreed(*agreed))
         runtime.liveness.on_progress = lambda attempt: self.receive(ProgressMade(attempt))
         runtime.liveness.on_excluded = lambda *excluded: self.receive(ExclusionReceived(*excluded))
@@ -250,14 +250,16 @@ class Driver:
         self.receive(RestartReceived(reason))
 
     def request_preemption(self, reason: str, seconds: float | None = None) -> bool:
-        """Give notice of a preemption in so many seconds, by default the spec's, but only once.
+        """Give notice of a preemption in so many seconds, by default the spec's.
 
-        Return whether this was the first notice.
+        Return whether it counts (see `AgentMachine.accepts`).
         """
         left = self._runtime.spec.preemption.deadline if seconds is None else seconds
-        is_first = self._machine.notice is None
-        self.receive(PreemptionReceived(reason, wall_clock() + left, left))
-        return is_first
+        now = self._runtime.clock.now()
+        notice = PreemptionReceived(reason, wall_clock() + left, left, now + left)
+        is_accepted = self._machine.accepts(notice)
+        self.receive(notice)
+        return is_accepted
 
     def kill(self, reason: str = "", stop: StopReceived | None = None) -> None:
         """Shorten every stop to SIGKILL because of `reason`, and end the job by `stop`."""
@@ -399,7 +401,7 @@ class Driver:
                 self._run(effect, self._finish(effect))
 
     def _show_change(self, change: ShowChange) -> None:
-        """Show the workers a change by a file, and a preemption by the signal of the spec too."""
+        """Show the workers a change by a file, and a preemption by a signal too, but only once."""
         if change.time_left is None and not self._shows_change:
             return
         from elastic_aio.worker.membership import PREEMPTION, PendingChange, write_pending_change
@@ -411,8 +413,10 @@ class Driver:
             pending = PendingChange(why, until, change.number)
         with suppress(OSError):  # the disk is full, and takes no checkpoint either
             write_pending_change(self._runtime.change_file, pending)
-        if change.until and (signal := self._runtime.spec.preemption.forward) is not None:
-            self.forward(signal, is_for_all=False)
+        forwarded = self._runtime.spec.preemption.forward
+        if change.until and forwarded is not None and not self._has_forwarded:
+            self._has_forwarded = True
+            self.forward(forwarded, is_for_all=False)
 
     def _run(self, effect: Effect, work: Coroutine[Any, Any, Input | None]) -> asyncio.Task[Any]:
         task = create_task(work, name=f"{type(effect).__name__} of run {self._runtime.run_id}")

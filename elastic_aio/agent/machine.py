@@ -42,8 +42,8 @@ A job of one node
 * A stop ends the job in any phase.  If a failed attempt is being stopped, it replaces the restart;
   if none was granted, the job has failed.  If all workers have succeeded, so has the job.
 * A notice of a preemption ends the job likewise, but live workers run on until all have ended, in
-  any way, or have agreed, or its deadline has passed.  There is one notice, and none after a stop;
-  a stop after it shortens it.
+  any way, or have agreed, or its deadline has passed.  An earlier deadline replaces it, a later one
+  does not.  There is none after a stop; a stop after it shortens it.
 
 ::
 
@@ -54,6 +54,7 @@ A job of one node
     LIVE         the end of the group            STOPPING     StopGroup, see above
     LIVE         StopReceived, RestartReceived   STOPPING     StopGroup
     LIVE         PreemptionReceived              the same     Publish, ShowChange, BackOff
+    ..., then    PreemptionReceived, earlier     the same     CancelBackOff, and as before
     ..., then    WorkerEnded, the last           STOPPING     StopGroup (leftovers)
     ..., then    WorkersAgreed, BackoffElapsed   STOPPING     StopGroup
     STOPPING     GroupStopped, after a notice    DONE         Finish
@@ -75,6 +76,7 @@ A job of one node
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from enum import Enum
@@ -86,6 +88,7 @@ from elastic_aio.errors import InternalError
 from elastic_aio.events import AttemptFailed, Event, PreemptionNotice, Restarting
 from elastic_aio.outcome import (
     PREEMPTION_CHANGE,
+    PREEMPTION_SLACK,
     SIGTERM,
     ExitStatus,
     Failure,
@@ -223,12 +226,13 @@ class StopReceived(Struct, frozen=True):
 class PreemptionReceived(Struct, frozen=True):
     """The job is about to be preempted, because of `reason`: in `time_left` seconds, at `until`.
 
-    `until` is in Unix seconds.
+    `until` is in Unix seconds, `deadline` the same time in clock seconds.
     """
 
     reason: str
     until: float
     time_left: float
+    deadline: float
 
 
 class RestartReceived(Struct, frozen=True):
@@ -513,6 +517,11 @@ class AgentMachine(ABC):
         self._awaiting = why
         return [BackOff(self.attempt, CAUSE_S)]
 
+    def accepts(self, notice: PreemptionReceived) -> bool:
+        """Whether a notice counts: the first one before a stop, or an earlier deadline."""
+        latest = math.inf if self.notice is None else self.notice.deadline - PREEMPTION_SLACK
+        return notice.deadline < latest and self._stop is None and self.phase is not AgentPhase.DONE
+
     def _give_notice(self, notice: PreemptionReceived) -> list[Effect]:
         """Publish a preemption; live workers have until its deadline to end."""
         self.notice, why, left = notice, notice.reason, notice.time_left
@@ -691,7 +700,7 @@ class SingleNodeMachine(AgentMachine):
         return [] if self.phase is AgentPhase.STOPPING else self._finish_stopped()
 
     def _on_preemption_received(self, notice: PreemptionReceived) -> list[Effect]:
-        if self._is_ending:
+        if not self.accepts(notice):
             return []
         effects = self._give_notice(notice)
         if self.phase in (AgentPhase.DECIDING, AgentPhase.BACKING_OFF):

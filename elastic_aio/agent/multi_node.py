@@ -28,7 +28,7 @@ Rules
   or by SIGKILL if a stop has begun: the others start the next round without it.
 * EndJob ends the job here with the outcome of all nodes.
 * Once the end is decided, no instruction changes it.
-* A notice of a preemption, to this node or by the rendezvous, which passes it on, ends the rounds:
+* A notice of a preemption, to this node or by the rendezvous, is reported, and ends the rounds:
   no further one is started, and no end of a worker is reported before all have ended here.  The
   node then waits for the end of the job, for as long as other nodes may need to stop.  A node that
   has had no place ends for itself.
@@ -74,8 +74,9 @@ Rules
     BARRIER    EndJob                            LEAVING   CancelBackOff, Leave
     IDLE       StopReceived, EndJob, JoinFailed  LEAVING   Leave
     LEAVING    LeftRendezvous, now or before     DONE      Publish, Finish
-    LIVE       PreemptionReceived,               the same  SendReport, Publish, ShowChange,
-               ChangePending: a preemption                 BackOff
+    LIVE       PreemptionReceived                the same  SendReport, Publish, ShowChange,
+                                                           BackOff
+    ..., then  PreemptionReceived, earlier       the same  CancelBackOff, and as before
     STOPPING   ...                               STOPPING  SendReport, Publish
     STOPPING   GroupStopped, after a notice      BARRIER   SendReport, StartBarrier
     BARRIER,
@@ -231,8 +232,6 @@ class MultiNodeMachine(AgentMachine):
                 return self._on_stop_round(instruction)
             case RestartPending(cause):
                 return [*self._publish_root(cause), *self._publish_restart(restarting_event(cause))]
-            case ChangePending(_, why, left, until=until) if until:
-                return self._on_preemption_received(PreemptionReceived(why, until, left or 0.0))
             case ChangePending(round, why, left, number):
                 event = Publish(pending_event(instruction, self.attempt))
                 is_current = self.phase in LIVE and round == self.round and self.notice is None
@@ -276,8 +275,11 @@ class MultiNodeMachine(AgentMachine):
         draining = [SendReport(NodeDraining(finish.outcome.why))] if is_draining else []
         return [*self._end(finish), *draining]
 
+    def accepts(self, notice: PreemptionReceived) -> bool:
+        return self._finish is None and super().accepts(notice)
+
     def _on_preemption_received(self, notice: PreemptionReceived) -> list[Effect]:
-        if self._finish is not None or self._is_ending:
+        if not self.accepts(notice):
             return []
         if self.round < 0 and self._next is None:
             self.notice = notice
@@ -285,7 +287,6 @@ class MultiNodeMachine(AgentMachine):
         change = ChangePending(
             self.round, notice.reason, notice.time_left, PREEMPTION_CHANGE, notice.until
         )
-        # The rendezvous drops the report of a notice that it has passed on.
         effects = [SendReport(PreemptionNoticed(change)), *self._give_notice(notice)]
         if self.phase in (AgentPhase.IDLE, AgentPhase.BARRIER):
             effects += [*self._cancel_barrier(), *self._wait_at_barrier()]

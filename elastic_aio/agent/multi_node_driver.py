@@ -99,9 +99,9 @@ class MultiNodeDriver(Driver):
                 self._runtime.master_ports.claim(instruction.placement.master_port)
         elif isinstance(instruction, ChangePending) and instruction.until:
             # Its clock may have been set since, and the order may have taken long.
-            now = wall_clock()
-            left = max(0.0, min(instruction.until - now, instruction.time_left or 0.0))
-            instruction = replace(instruction, time_left=left, until=now + left)
+            left = min(instruction.until - wall_clock(), instruction.time_left or 0.0)
+            super().request_preemption(instruction.why, max(0.0, left))
+            return
         self.receive(InstructionReceived(instruction))
 
     def on_event(self, event: Event) -> None:
@@ -160,6 +160,9 @@ class MultiNodeDriver(Driver):
         is_stopping = self._machine.phase is AgentPhase.STOPPING
         if self._machine.notice is not None and is_stopping and not self._over.done():
             self._over.set_result(None)  # no round follows that this host would have to be fit for
+
+    def request_preemption(self, reason: str, seconds: float | None = None) -> bool:
+        return super().request_preemption(f"{reason} (on {self._runtime.host})", seconds)
 
     def kill(self, reason: str = "", stop: StopReceived | None = None) -> None:
         """Shorten every stop to SIGKILL, wait for no other node, and end the job."""

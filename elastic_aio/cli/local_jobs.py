@@ -352,9 +352,9 @@ def main_preempt(argv: Sequence[str]) -> int:
     parser.add_argument("--reason", default="", metavar="TEXT", help="for the events")
     arguments = parser.parse_args(argv)
     job = choose_job_to_change(arguments.job)
-    is_first = run_blocking(CommandClient(job).preempt(arguments.deadline, arguments.reason))
-    had = "the workers have notice of a preemption" if is_first else "it has had a notice before"
-    print(f"job {job}: {had}")
+    counts = run_blocking(CommandClient(job).preempt(arguments.deadline, arguments.reason))
+    has = "the workers have notice of a preemption"
+    print(f"job {job}: {has if counts else 'a notice that it had before leaves no more time'}")
     return 0
 
 

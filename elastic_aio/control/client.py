@@ -327,9 +327,9 @@ class JobClient:
         return (await self._ask(RestartJob(reason=reason), DoneReply)).is_done
 
     async def preempt(self, seconds: float | None = None, reason: str = "") -> bool:
-        """Give notice of a preemption in so many `seconds`; False if it has had a notice before.
+        """Give notice of a preemption in so many `seconds`; None: the seconds of the job's spec.
 
-        None: the seconds of the job's spec.
+        False: a stop, or a notice before, leaves no more time.
         """
         request = PreemptJob(seconds=seconds, reason=reason)
         return (await self._ask(request, DoneReply, self._timeout)).is_done

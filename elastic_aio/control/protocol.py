@@ -69,7 +69,7 @@ class RestartJob(_ControlMessage, frozen=True, kw_only=True, tag="restart"):
 class PreemptJob(_ControlMessage, frozen=True, kw_only=True, tag="preempt"):
     """Give notice of a preemption in so many `seconds`; None: those of the job's spec.
 
-    Answer: `DoneReply`; it is done if this is the first notice.
+    Answer: `DoneReply`; it is done unless a stop, or a notice before, leaves no more time.
     """
 
     reason: str = ""

@@ -203,8 +203,7 @@ async def _perform(job: ControlledJob, request: ControlRequest, client: str, sen
         case RestartJob(reason=reason):
             return DoneReply(is_done=await job.restart(_reason(reason, client)))
         case PreemptJob(reason=reason, seconds=seconds):
-            is_first = job.preempt(seconds=seconds, reason=_reason(reason, client))
-            return DoneReply(is_done=is_first)
+            return DoneReply(is_done=job.preempt(seconds=seconds, reason=_reason(reason, client)))
         case StopJob():
             reason = _reason(request.reason, client)
             if request.kill:

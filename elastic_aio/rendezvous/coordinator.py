@@ -35,10 +35,11 @@ Rules
 * An excluded member takes part in no further round until it has said that it may (see `formation`).
 * A joiner whose host has left soon after it joined stands by for a growing time.
 * Once a member of the round has notice of a preemption, no other round follows: all members get the
-  notice, joiners stand by, and the job ends as preempted when no member has workers, or all workers
-  agree.  Members stop their workers themselves at the deadline; they keep the notice in their
-  status.  A member that has lost its place, or is excluded, is rejected when it has notice, unless
-  it serves the only store: the round goes on without it.
+  notice, and again each that has an earlier deadline, joiners stand by, and the job ends as
+  preempted when no member has workers, or all workers agree.  Members stop their workers themselves
+  at the deadline; they keep the notice in their status.  A member that has lost its place, or is
+  excluded, is rejected when it has the first notice, unless it serves the only store: the round
+  goes on without it.
 * When all members of the round have succeeded, or the policy grants no further attempt, or nodes
   are missing for too long, the job ends with one outcome for all.
 
@@ -101,7 +102,14 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from elastic_aio.events import AttemptFailed, PreemptionNotice
-from elastic_aio.outcome import PREEMPTION_CHANGE, Failure, JobOutcome, JobState, preempted
+from elastic_aio.outcome import (
+    PREEMPTION_CHANGE,
+    PREEMPTION_SLACK,
+    Failure,
+    JobOutcome,
+    JobState,
+    preempted,
+)
 from elastic_aio.rendezvous.base import (
     ChangePending,
     RestartCause,
@@ -413,27 +421,28 @@ def _retry_later(state: CoordinatorState, record: MemberRecord, probe: ProbePeer
 
 
 def _note_preemption(state: CoordinatorState) -> None:
-    """Take the first notice of a member that the round needs; another one ends for itself."""
-    if state.preemption is not None or state.round.number < 0:
+    """Take the earliest notice of a member that the round needs; another one ends for itself."""
+    if state.round.number < 0:
         return
     for record in state.admitted():
         notice = record.status.preemption
-        if notice is None:
+        if notice is None or not _is_earlier(record.preempted_at, state.preemption):
             continue
         is_placed = record.member in state.round.placements and not record.is_excluded
         # Without its store, the others could not go on.
         is_needed = record.status.is_host and not state.settings.may_move
         if not (is_placed or is_needed or record.status.is_in_round):
-            reject(state, record, "it has notice of a preemption, and no place in the round")
+            if state.preemption is None:
+                reject(state, record, "it has notice of a preemption, and no place in the round")
             continue
-        until = record.offset_bound(state.now) + notice.until
-        # At most as long as when the member got it: its clock may have been set.
-        left = max(0.0, min(until - state.now, notice.time_left or 0.0))
-        why, until, left = sanitize(notice.why), state.now + left, round(left, 3)
-        state.preemption = replace(notice, why=why, time_left=left, until=until)
+        until, left = record.preempted_at, round(max(0.0, record.preempted_at - state.now), 3)
+        state.preemption = replace(notice, why=sanitize(notice.why), time_left=left, until=until)
         attempt = max(0, state.round.attempt)
         state.outbox.publish(PreemptionNotice(attempt=attempt, why=notice.why, time_left=left))
-        return
+
+
+def _is_earlier(deadline: float, notice: ChangePending | None) -> bool:
+    return notice is None or deadline < notice.until - PREEMPTION_SLACK
 
 
 def _preempt(state: CoordinatorState, notice: ChangePending) -> None:
@@ -449,14 +458,19 @@ def _preempt(state: CoordinatorState, notice: ChangePending) -> None:
         state.end_job(preempted(notice.why))
         return
     for record in members:
-        is_sent = isinstance(record.sent, ChangePending) and record.sent.until
-        if record.status.preemption is None and not is_sent:
+        sent = record.sent
+        is_sent = isinstance(sent, ChangePending) and _is_same(sent, notice)
+        if record.preempted_at > notice.until + PREEMPTION_SLACK and not is_sent:
             # By the clock of the member: the order may be read late, and again.
             until = notice.until - record.offset_bound(state.now)
             state.outbox.send(record, replace(notice, number=PREEMPTION_CHANGE, until=until))
     for record in state.unplaced():
         if record not in members:
             state.outbox.send(record, StandBy(state.round.number, state.settings.maximum))
+
+
+def _is_same(sent: ChangePending, notice: ChangePending) -> bool:
+    return (sent.why, sent.time_left) == (notice.why, notice.time_left)
 
 
 def _needs_time(record: MemberRecord) -> bool:

@@ -272,8 +272,8 @@ class Member:
         if isinstance(report, NodeDraining):
             self._update(drain_reason=sanitize(report.why))
         elif isinstance(report, PreemptionNoticed):
-            why = sanitize(f"{report.change.why} (on {self.status.node.name})")
-            self._on_change(replace(report.change, why=why))
+            notice = replace(report.change, why=sanitize(report.change.why))
+            self._update(preemption=notice, change=notice.number)
         elif report.round == self.status.round:
             self._take(report)
         return self._begin_exclusion()
@@ -359,12 +359,8 @@ class Member:
         return [promoted, order]
 
     def _on_change(self, change: ChangePending) -> list[MemberEffect]:
-        if not change.until:
+        if not change.until:  # the agent reports a notice that counts
             self._update(is_change_pending=change.time_left is not None, change=change.number)
-        elif self.status.preemption is None:
-            self._update(preemption=change, change=change.number)
-        else:
-            return []  # it has had another notice
         return [change]
 
     def _note_peers(self, done: MembersDone) -> list[MemberEffect]:

@@ -162,6 +162,8 @@ class MemberRecord:
     """Whether it can never take part."""
     excluded_because: str = ""
     """Why it is excluded, as was published; empty if it is not."""
+    preempted_at: float = math.inf
+    """The deadline of its notice of a preemption, in monotonic seconds; infinite without one."""
     offset: float = math.inf
     """Local monotonic time less the member's Unix time, by the status that arrived fastest."""
     offset_at: float = 0.0
@@ -171,6 +173,8 @@ class MemberRecord:
         """Take a status that has arrived at `now`, in monotonic seconds."""
         if abs(status.clock - self.status.clock) > _CLOCK_TOLERANCE_S:
             self.offset = math.inf  # its clock was set
+        notice = status.preemption
+        is_new = notice != self.status.preemption or math.isinf(self.preempted_at)
         former = self.status.placement, self.status.moves
         if self.arrived_at < self.joined_at or former != (status.placement, status.moves):
             self.arrived_at = now
@@ -178,6 +182,10 @@ class MemberRecord:
         # Exact but for the time on the way, which is never negative.
         if now - status.sent_at <= self.offset_bound(now):
             self.offset, self.offset_at = now - status.sent_at, now
+        if notice is not None and is_new:
+            # At most as long as when the member got it: its clock may have been set.
+            left = min(self.offset_bound(now) + notice.until - now, notice.time_left or 0.0)
+            self.preempted_at = now + max(0.0, left)
 
     def offset_bound(self, now: float) -> float:
         """Return the most that `offset` may be, as the clocks may have drifted since."""
@@ -548,7 +556,7 @@ class CoordinatorState:
         """Until when members that were lost may have their leases, by their own clocks."""
         self.visits = Visits()
         self.preemption: ChangePending | None = None
-        """The first notice of a preemption, with `until` in monotonic seconds."""
+        """The earliest notice of a preemption, with `until` in monotonic seconds."""
         self._waiting_published_at = -math.inf
 
     def __repr__(self) -> str:

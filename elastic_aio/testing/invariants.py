@@ -517,13 +517,39 @@ class InvariantChecker:
         left = math.inf if seconds is None else seconds * RATE_MIN
         node.excluded_until = self._time.now + left
 
-    def on_notice(self, node: SimNode, until: float) -> None:
-        """Check a notice that workers get: it is the only one, and they end by its deadline."""
-        if node.notice is not None:
-            self._trace.fail(f"the workers of {node.name} are given notice twice")
-        node.notice = until
-        left = max(0.0, until - node.host.wall_clock) + self._stop_s
-        self._time.at(self._time.now + left / RATE_MIN, self._check_preempted, node)
+    def on_notice(self, node: SimNode, left: float) -> None:
+        """Check a notice that workers get: the first, or earlier, and they end by its deadline."""
+        now, former = self._time.now, node.notice
+        node.notice = now + max(0.0, left)
+        if former is not None and node.notice >= former:
+            self._trace.fail(f"the workers of {node.name} are given notice of a later deadline")
+        ended_by = now + (max(0.0, left) + self._stop_s) / RATE_MIN
+        self._time.at(ended_by, self._check_preempted, node)
+        if node.running is not None:
+            round_id, since = node.running.round_id, now
+            self._time.at(
+                now + self.obey_s, self._check_notices, node, round_id, node.notice, since
+            )
+
+    def _check_notices(
+        self, node: SimNode, round_id: tuple[int, str], deadline: float, since: float
+    ) -> None:
+        """Check that the workers of a round have no later deadline than those of `node`."""
+        now = self._time.now
+        if node.is_over or node.was_stopped or len(self.open_stores) != 1:
+            return
+        calm_since = max(since, self._trace.fault_at, self._network.repaired_at)
+        due = (calm_since if self._network.is_calm else now) + self.obey_s
+        if now < due and now < deadline:
+            self._time.at(due, self._check_notices, node, round_id, deadline, since)
+            return
+        for other in self._nodes.values():
+            running = other.running
+            if running is None or running.round_id != round_id or other.is_stopping:
+                continue
+            # A clock that is set back loses the time on the way.
+            if now >= due and (other.notice or math.inf) > deadline + self.obey_s:
+                self._trace.fail(f"{other.name} has no notice as early as that of {node.name}")
 
     def _check_preempted(self, node: SimNode) -> None:
         host = node.host

@@ -71,7 +71,7 @@ class SimNode:
         self.change = -1
         """Number of the change of its membership that was announced; -1 for none."""
         self.notice: float | None = None
-        """Until when its workers have notice of a preemption, by its wall clock."""
+        """Until when its workers have notice of a preemption, in virtual seconds."""
         self.was_stopped = False
         """Whether a user has stopped it."""
         self.has_own_notice = False

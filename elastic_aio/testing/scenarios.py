@@ -474,11 +474,17 @@ class Scenario:
                 sim.fail(f"{node.name} was preempted, and ended as {outcome}")
 
     def _preempt_any(self) -> None:
-        """Give notice to a random node, and maybe to another one."""
-        random = self._notice_random
-        nodes = self.sim.live_nodes
-        for node in random.sample(nodes, min(len(nodes), random.choice([1, 1, 2]))):
-            self.sim.preempt(node, random.choice([0.0, 0.5, 3.0, 20.0]))
+        """Give notice to a random node, and maybe another notice to that or another node."""
+        random, nodes = self._notice_random, self.sim.live_nodes
+        at = self.sim.now
+        for node in random.choices(nodes, k=random.choice([1, 1, 2, 3])) if nodes else ():
+            seconds = random.choice([0.0, 0.5, 3.0, 20.0, 120.0])
+            self.sim.time.at(at, self._preempt_one, node, seconds)
+            at += random.choice([0.0, 0.02, 0.4]) * random.random()
+
+    def _preempt_one(self, node: SimNode, seconds: float) -> None:
+        if node.is_live:
+            self.sim.preempt(node, seconds)
 
     def finish_with_faults(self) -> None:
         """Let all workers succeed, amid faults, until a node knows of an end."""

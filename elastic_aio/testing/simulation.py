@@ -139,8 +139,8 @@ class SimDriver(MultiNodeDriver):
 
     def _show_change(self, change: ShowChange) -> None:
         self.node.change = -1 if change.time_left is None else change.number
-        if change.until:
-            self.checker.on_notice(self.node, change.until)
+        if (notice := self._machine.notice) is not None and change.until:
+            self.checker.on_notice(self.node, notice.deadline - self._runtime.clock.now())
 
     def _on_published(self, event: Event) -> None:
         if not self.node.is_over:

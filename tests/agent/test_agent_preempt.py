@@ -81,7 +81,7 @@ class Job:
     def events_of(self, *kinds: type[Event]) -> list[Any]:
         return [one for one in self.events if isinstance(one, kinds)]
 
-    async def preempted(self) -> JobPreempted:
+    async def preempted(self, notices: int = 1) -> JobPreempted:
         """Wait for the end; check that it is a preemption and that nothing is left."""
         with pytest.raises(JobPreempted) as caught:
             await self.agent.wait()
@@ -91,7 +91,7 @@ class Job:
         (finished,) = self.events_of(JobFinished)
         assert (finished.state, finished.exit_code) == (JobState.PREEMPTED, 85)
         assert self.agent.status().phase == "preempted"
-        assert len(self.events_of(PreemptionNotice)) == 1
+        assert len(self.events_of(PreemptionNotice)) == notices
         assert not self.events_of(Restarting)
         assert not [*self.directory.rglob("pending_change*")]
         return error
@@ -158,10 +158,11 @@ async def test_workers_that_agree_are_stopped_before_the_deadline(tmp_path: Path
     assert stop.reason == "all workers agree to the preemption"
 
 
-async def test_a_second_notice_changes_nothing(tmp_path: Path) -> None:
+async def test_a_second_notice_that_leaves_no_less_time_changes_nothing(tmp_path: Path) -> None:
     async with running(tmp_path, "waits") as job:
         assert job.agent.preempt(seconds=60, reason="first")
-        assert not job.agent.preempt(seconds=0, reason="second")
+        for seconds in (60, 59.9, None):
+            assert not job.agent.preempt(seconds=seconds, reason="second")
         await job.all_say(f"preemption {1 << 30}")
         assert len(job.agent.pids()) == 2
         (tmp_path / "exit").touch()
@@ -170,14 +171,47 @@ async def test_a_second_notice_changes_nothing(tmp_path: Path) -> None:
     assert all(job.said(rank).count(f"preemption {1 << 30}") == 1 for rank in range(2))
 
 
-async def test_the_workers_get_a_signal_with_the_notice(tmp_path: Path) -> None:
+async def test_an_earlier_deadline_replaces_the_notice(tmp_path: Path) -> None:
+    """The workers see it; the job ends by it; both have their event."""
+    async with running(tmp_path, "waits") as job:
+        assert job.agent.preempt(seconds=60, reason="Slurm")
+        await job.all_say(f"preemption {1 << 30}")
+        assert job.agent.preempt(seconds=30, reason="spot")
+        await job.all_say(f"preemption {1 << 30}", count=2)
+        assert job.agent.preempt(seconds=0.1, reason="spot, again")
+        assert not job.agent.preempt(seconds=30)
+        error = await job.preempted(notices=3)
+    assert error.result.reason == "spot, again"
+    notices = job.events_of(PreemptionNotice)
+    assert [(one.why, one.time_left) for one in notices] == [
+        ("Slurm", 60),
+        ("spot", 30),
+        ("spot, again", 0.1),
+    ]
+    (stop,) = job.events_of(StopRequested)
+    assert stop.reason == "the job is preempted"
+
+
+async def test_an_agreement_counts_for_an_earlier_deadline_too(tmp_path: Path) -> None:
+    async with running(tmp_path, "agrees,waits") as job:
+        job.agent.preempt(seconds=60)
+        await job.all_say(f"preemption {1 << 30}")
+        assert job.agent.preempt(seconds=30)
+        await job.all_say(f"preemption {1 << 30}", count=2)
+        assert len(job.agent.pids()) == 2
+        (tmp_path / "exit").touch()
+        await job.preempted(notices=2)
+
+
+async def test_the_workers_get_a_signal_with_the_first_notice(tmp_path: Path) -> None:
     notice = PreemptionSpec(forward="USR2")
     async with running(tmp_path, "waits", preemption=notice) as job:
         job.agent.preempt()
-        job.agent.preempt()
         await job.all_say("signal 12")
+        assert job.agent.preempt(seconds=30)
+        await job.all_say(f"preemption {1 << 30}", count=2)
         (tmp_path / "exit").touch()
-        await job.preempted()
+        await job.preempted(notices=2)
     (forwarded,) = job.events_of(SignalForwarded)
     assert (forwarded.signal, len(forwarded.pids)) == (12, 2)
 
@@ -198,7 +232,7 @@ async def test_a_stop_shortens_the_notice(way: str, tmp_path: Path) -> None:
 async def test_a_notice_after_a_stop_has_no_effect(tmp_path: Path) -> None:
     async with running(tmp_path, "waits") as job:
         stopping = job.agent.stop()
-        job.agent.preempt()
+        assert not job.agent.preempt()
         await stopping
         with pytest.raises(JobStopped) as caught:
             await job.agent.wait()

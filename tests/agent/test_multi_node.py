@@ -194,13 +194,17 @@ CONCLUDED = Finish(ENDING)
 WORKER_FAILED = "local rank 1 failed (exit code 7)"
 FINISHED = "all workers have finished"
 FAILED_ELSEWHERE = "a worker on b has failed"
-NOTICE = PreemptionReceived("USR1", 99.0, 9.0)
+NOTICE = PreemptionReceived("USR1", 99.0, 9.0, 50.0)
+SPOT = PreemptionReceived("spot", 95.0, 4.0, 46.0)
+SPOTTED: list[Effect] = [
+    SendReport(PreemptionNoticed(ChangePending(7, "spot", 4.0, PREEMPTION_CHANGE, 95.0))),
+    Publish(PreemptionNotice(attempt=7, why="spot", time_left=4.0)),
+]
 NOTICED = Publish(PreemptionNotice(attempt=7, why="USR1", time_left=9.0))
 SHOWN = ShowChange("USR1", 9.0, PREEMPTION_CHANGE, 99.0)
 NOTICE_REPORT = SendReport(
     PreemptionNoticed(ChangePending(7, "USR1", 9.0, PREEMPTION_CHANGE, 99.0))
 )
-NOTICE_THERE = InstructionReceived(ChangePending(7, "USR1", 9.0, PREEMPTION_CHANGE, 99.0))
 WARNING: list[Effect] = [NOTICED, SHOWN, BackOff(7, 9.0)]
 WARNED: list[Input] = [*RUNNING, NOTICE]
 LAST: list[Input] = [*WARNED, ended(1, BAD), ended(0), group_stopped(failure(2))]
@@ -377,9 +381,6 @@ ROWS: dict[str, Row] = {
     "idle: a stop is received": case(JOINED, STOP, [Leave("enough")], P.LEAVING),
     "idle: a notice to a node without a place": case(JOINED, NOTICE, [Leave("USR1")], P.LEAVING),
     "running: a notice": case(RUNNING, NOTICE, [NOTICE_REPORT, *WARNING], P.RUNNING),
-    "running: a notice to another node": case(
-        RUNNING, NOTICE_THERE, [NOTICE_REPORT, *WARNING], P.RUNNING
-    ),
     "starting: a notice": case(
         STARTING, NOTICE, [NOTICE_REPORT, NOTICED, BackOff(7, 9.0)], P.STARTING
     ),
@@ -387,7 +388,30 @@ ROWS: dict[str, Row] = {
         [*STARTING, NOTICE], STARTED, [SendReport(RoundStarted(7)), SHOWN], P.RUNNING
     ),
     "running after a notice: another one": case(WARNED, NOTICE, [], P.RUNNING),
-    "running after a notice: of another node": case(WARNED, NOTICE_THERE, [], P.RUNNING),
+    "running after a notice: an earlier one": case(
+        WARNED,
+        SPOT,
+        [
+            SPOTTED[0],
+            CancelBackOff(),
+            SPOTTED[1],
+            ShowChange("spot", 4.0, PREEMPTION_CHANGE, 95.0),
+            BackOff(7, 4.0),
+        ],
+        P.RUNNING,
+    ),
+    "running after an earlier notice: the first one again": case(
+        [*WARNED, SPOT], NOTICE, [], P.RUNNING
+    ),
+    "barrier after a notice: an earlier one": case(
+        LAST,
+        SPOT,
+        [*SPOTTED, CancelBackOff(), StartBarrier(7, 4.0 + PLAN.grace + PLAN.reap_timeout + 30.0)],
+        P.BARRIER,
+    ),
+    "leaving after a notice: an earlier one": case(
+        [*LAST, BarrierTimedOut(7)], SPOT, [], P.LEAVING
+    ),
     "running after a notice: start round": case(WARNED, start_round(8, CHANGE), [], P.RUNNING),
     "running after a notice: a change": case(
         WARNED, InstructionReceived(COMING), [pending()], P.RUNNING
@@ -1043,9 +1067,12 @@ class Members(SimulatedDriver):
         attempt, self.barrier = self.barrier, None
         self.handle(BarrierTimedOut(attempt))
 
-    @rule(notice=st.sampled_from([NOTICE, NOTICE_THERE]))
-    def a_notice_comes(self, notice: Input) -> None:
+    @rule(notice=st.sampled_from([NOTICE, SPOT]))
+    def a_notice_comes(self, notice: PreemptionReceived) -> None:
+        former, is_accepted = self.machine.notice, self.machine.accepts(notice)
         self.handle(notice)
+        assert self.machine.notice == (notice if is_accepted else former)
+        assert former != SPOT or not is_accepted
 
     @precondition(lambda self: self.deadline is not None)
     @rule()

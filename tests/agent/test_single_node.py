@@ -141,7 +141,11 @@ QUIT = finish_as(JobState.STOPPED, "SIGQUIT was received", 131, 0)
 GIVEN_UP = finish_as(JobState.FAILED, NO_MORE, 7, 0)
 PUBLISHED = published_failure(failure())
 LEFTOVERS = stop_group(FINISHED, leftovers=True)
-NOTICE = PreemptionReceived("USR1", 99.0, 9.0)
+NOTICE = PreemptionReceived("USR1", 99.0, 9.0, 50.0)
+SPOT = PreemptionReceived("spot", 95.0, 4.0, 46.0)
+SPOTTED = Publish(PreemptionNotice(attempt=0, why="spot", time_left=4.0))
+SPOT_SHOWN = ShowChange("spot", 4.0, PREEMPTION_CHANGE, 95.0)
+SLOWER = PreemptionReceived("spot", 98.5, 8.5, 49.5)
 NOTICED = Publish(PreemptionNotice(attempt=0, why="USR1", time_left=9.0))
 SHOWN = ShowChange("USR1", 9.0, PREEMPTION_CHANGE, 99.0)
 WARNED: list[Input] = [*RUNNING, NOTICE]
@@ -400,6 +404,31 @@ ROWS: dict[str, Row] = {
         P.RUNNING,
     ),
     "running after a notice: another one": case(WARNED, NOTICE, [], P.RUNNING),
+    "running after a notice: another one, hardly earlier": case(WARNED, SLOWER, [], P.RUNNING),
+    "running after a notice: an earlier one": case(
+        WARNED, SPOT, [CancelBackOff(), SPOTTED, SPOT_SHOWN, BackOff(0, 4.0)], P.RUNNING
+    ),
+    "running after an earlier notice: the first one again": case(
+        [*WARNED, SPOT], NOTICE, [], P.RUNNING
+    ),
+    "running after an earlier notice: all have ended": case(
+        [*WARNED, SPOT, ended(0), ended(1)],
+        group_stopped(),
+        [finish_as(JobState.PREEMPTED, "spot", 85, 0)],
+        P.DONE,
+    ),
+    "starting after a notice: an earlier one": case(
+        [*STARTING, NOTICE], SPOT, [CancelBackOff(), SPOTTED, BackOff(0, 4.0)], P.STARTING
+    ),
+    "starting after two notices: all have started": case(
+        [*STARTING, NOTICE, SPOT], STARTED, [SPOT_SHOWN], P.RUNNING
+    ),
+    "stopping after a notice: an earlier one": case(
+        [*WARNED, BackoffElapsed(0)], SPOT, [SPOTTED], P.STOPPING
+    ),
+    "stopping after a notice and a stop: an earlier notice": case(
+        [*WARNED, STOP], SPOT, [], P.STOPPING
+    ),
     "running after a notice: a restart is requested": case(WARNED, AGAIN, [], P.RUNNING),
     "running after a notice: a failure": case(WARNED, ended(1, BAD), [], P.RUNNING),
     "running after a notice: a worker hangs": case(

@@ -178,17 +178,19 @@ def test_a_signal_before_the_workers_have_started(tmp_path: Path) -> None:
 
 
 def test_a_command_gives_the_notice(tmp_path: Path) -> None:
-    """Of a job that names no signal; once."""
+    """Of a job that names no signal; an earlier deadline replaces a later one."""
     with job(tmp_path, "waits") as launcher:
-        words = [*CLI, "preempt", str(launcher.pid), "--deadline=30", "--reason=spot"]
-        first, second = (run_program(words) for _ in range(2))
-        assert (first.code, second.code) == (0, 0)
-        assert "the workers have notice of a preemption" in first.out
-        assert "it has had a notice before" in second.out
+        words = [*CLI, "preempt", str(launcher.pid), "--reason=spot"]
+        replies = [run_program([*words, f"--deadline={one}"]) for one in (300, 300, 30)]
+        assert [one.code for one in replies] == [0, 0, 0]
+        for one in replies[::2]:
+            assert "the workers have notice of a preemption" in one.out
+        assert "a notice that it had before leaves no more time" in replies[1].out
         until_noticed(launcher)
         assert run_program([*CLI, "stop", str(launcher.pid)]).code == 0
         assert launcher.wait() == 85
-        assert "stopped in 30 s: spot, requested by" in launcher.err
+        for seconds in (300, 30):
+            assert f"stopped in {seconds} s: spot, requested by" in launcher.err
 
 
 # ------------------------------------------------------------------ several nodes
@@ -281,6 +283,29 @@ async def test_all_nodes_stop_their_workers_at_the_deadline(tmp_path: Path) -> N
         assert none_alive([worker.pid for worker in workers])()
         for node in nodes:
             assert node.events_of(StopRequested)[0].reason == "the job is preempted"
+
+
+@pytest.mark.black_box
+async def test_the_earliest_deadline_counts_on_all_nodes(tmp_path: Path) -> None:
+    """A spot warning to one node, after the notice that a scheduler gave to all."""
+    options = {"max_restarts": 3, "preempt_signal": "USR1", "preempt_deadline": 600}
+    async with Cluster(tmp_path, 3, **options) as cluster:  # type: ignore[arg-type]  # of any kind
+        nodes = await cluster.start_all(3)
+        workers = await cluster.workers(*nodes)
+        for node in nodes:
+            node.send(signal.SIGUSR1)
+        for node in nodes:
+            await node.event(PreemptionNotice)
+        words = [*CLI, "preempt", str(nodes[1].pid), "--deadline=1", "--reason=spot"]
+        reply = await asyncio.to_thread(run_program, words)
+        assert "the workers have notice of a preemption" in reply.out
+        for node in nodes:
+            assert (await node.ended()).code == 85
+            first, *_, last = node.events_of(PreemptionNotice)
+            assert "SIGUSR1" in first.why
+            assert last.why.startswith("spot")
+            assert last.time_left <= 1
+        assert none_alive([worker.pid for worker in workers])()
 
 
 @pytest.mark.black_box

@@ -49,7 +49,8 @@ def give_notice(harness: CoordinatorHarness, name: str, seconds: float = 60.0) -
     """Give notice to one node, by its own clock, as its agent does."""
     until = harness.now + harness.clocks.get(name, (0.0, 0.0))[0] + seconds
     member = harness.members[name]
-    change = ChangePending(member.status.round, "USR1", seconds, PREEMPTION_CHANGE, until)
+    why = f"USR1 (on {name})"
+    change = ChangePending(member.status.round, why, seconds, PREEMPTION_CHANGE, until)
     member.report(PreemptionNoticed(change))
     harness.settle()
 
@@ -89,9 +90,86 @@ def test_all_nodes_have_one_notice_with_the_deadline_by_their_own_clocks() -> No
     assert (event.why, event.time_left) == ("USR1 (on a)", 60.0)
     for second in range(11, 40):
         harness.settle(second)
-    give_notice(harness, "b", 5.0)
+    assert len(notices(harness, "b")) == len(notices(harness, "c")) == 1
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+@pytest.mark.parametrize("second", ["a", "c"])
+def test_an_earlier_deadline_replaces_a_later_one_on_all_nodes(first: str, second: str) -> None:
+    """Whichever node is given it; clocks differ."""
+    harness = running("a", "b", "c")
+    harness.clocks = {"a": (3600.0, 5.0), "c": (-50.0, 9.0)}
+    for member in harness.members.values():
+        member.set_port(99)  # each status says how its clock goes
+    harness.settle(10.0)
+    give_notice(harness, first, 600.0)
+    harness.settle(20.0)
+    give_notice(harness, second, 30.0)
+    for now in (21.0, 30.0, 40.0):
+        harness.settle(now)
+    for name in harness.members:
+        own = [one.until - harness.clocks.get(name, (0.0,))[0] for one in notices(harness, name)]
+        expected = ([] if name == first else [610.0]) + ([] if name == second else [50.0])
+        assert own == pytest.approx(expected, abs=0.1)
+    published = [(one.why, one.time_left) for one in harness.events(PreemptionNotice)]
+    assert published == [(f"USR1 (on {first})", 600.0), (f"USR1 (on {second})", 30.0)]
+    assert harness.deadline <= 50.0 + MARGIN_S
+    harness.settle(50.0 + MARGIN_S)
+    assert harness.outcome.why == f"USR1 (on {second})"
+
+
+@pytest.mark.parametrize("seconds", [29.5, 30.0, 600.0])
+def test_a_deadline_that_is_not_earlier_is_ignored(seconds: float) -> None:
+    harness = running("a", "b", "c")
+    give_notice(harness, "a", 30.0)
+    give_notice(harness, "b", seconds)
+    harness.settle(1.0)
     assert len(notices(harness, "b")) == len(notices(harness, "c")) == 1
     assert len(harness.events(PreemptionNotice)) == 1
+    harness.settle(30.0 + MARGIN_S)
+    assert harness.outcome.why == "USR1 (on a)"
+
+
+def test_another_coordinator_takes_the_earliest_of_the_notices() -> None:
+    """The former one had not passed it on."""
+    harness = running("a", "b", "c")
+    give_notice(harness, "a", 600.0)
+    harness.drop_orders("a", "b")
+    give_notice(harness, "c", 30.0)
+    harness.restore_orders()
+    assert not notices(harness, "a")
+    harness.elect("d")
+    harness.settle(1.0)
+    for name in "ab":
+        assert notices(harness, name)[-1].until == pytest.approx(30.0, abs=0.1)
+    assert harness.deadline <= 30.0 + MARGIN_S
+
+
+def test_a_clock_that_is_set_forward_is_no_earlier_notice() -> None:
+    harness = running("a", "b")
+    give_notice(harness, "a", 60.0)
+    harness.clocks = {"a": (3600.0, 7.0), "b": (3600.0, 8.0)}
+    for member in harness.members.values():
+        member.set_port(99)
+    harness.settle(10.0)
+    assert len(harness.events(PreemptionNotice)) == 1
+    assert len(notices(harness, "b")) == 1
+    harness.settle(50.0)
+    assert harness.is_in(CoordinatorPhase.RUNNING)
+
+
+def test_an_earlier_notice_to_a_node_without_a_place_preempts_no_other_earlier() -> None:
+    harness = running("a", "b", settings=RoundSettings(2, 2, last_call_timeout=0))
+    returning = harness.members["b"]
+    harness.join("c")
+    harness.lose("b")
+    give_notice(harness, "a", 60.0)
+    returning.report(RoundStopped(0))
+    harness.members["b"] = returning
+    harness.settle()
+    give_notice(harness, "b", 5.0)
+    assert len(notices(harness, "c")) == 1
+    assert not harness.events(NodeRefused)
 
 
 @pytest.mark.parametrize("code", [0, 1, 7])
@@ -218,7 +296,7 @@ def test_a_node_that_was_about_to_start_does_not() -> None:
     give_notice(harness, "a")
     assert isinstance(harness.dropped["c"].body, ChangePending)
     member = harness.members["c"]
-    assert member.on_order(harness.dropped["c"]) != []
+    harness.perform("c", member.on_order(harness.dropped["c"]))
     assert member.on_order(start) == []
     assert not member.status.is_busy
     harness.settle()
@@ -232,19 +310,6 @@ def test_a_node_with_its_own_notice_takes_no_placement() -> None:
     start = StartRound(replace(harness.place("b"), round=1, attempt=1))
     assert harness.members["b"].on_order(Order(9, 1, start)) == []
     assert harness.place("b").round == 0
-
-
-def test_a_node_keeps_its_first_notice() -> None:
-    """Its own, or that of a coordinator; another one changes nothing."""
-    harness = running("a")
-    give_notice(harness, "a", 60.0)
-    member = harness.members["a"]
-    first = member.status.preemption
-    assert first is not None
-    later = ChangePending(0, "USR1 (on b)", 9.0, PREEMPTION_CHANGE, 9.0)
-    assert member.on_order(Order(9, 1, later)) == []
-    member.report(PreemptionNoticed(later))
-    assert member.status.preemption == first
 
 
 def test_a_failure_just_before_the_notice_is_followed_by_no_restart() -> None:
@@ -532,14 +597,32 @@ def test_a_node_that_comes_after_the_end_begins_the_job_anew() -> None:
 
 
 def test_two_notices_at_once() -> None:
-    """Each node keeps the first that it gets; the job ends by the later one."""
+    """The earliest counts on all nodes, also on that with a later one of its own."""
     sim, nodes = simulated()
     sim.preempt(nodes[0], 5.0)
     sim.preempt(nodes[1], 9.0)
-    sim.run(8.0)
-    assert nodes[1].running
+    sim.run(4.5)
+    assert all(node.running and not node.is_stopping for node in nodes)
+    sim.run(AT_ONCE_S)
+    assert all(node.is_stopping or not node.is_live for node in nodes)
     sim.run_until(lambda: sim.is_over, 5.0)
     check_preempted(nodes)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_an_earlier_notice_as_the_coordinator_or_another_node_is_lost(victim: int) -> None:
+    sim, nodes = simulated(endpoints=("a", "b"))
+    sim.preempt(nodes[2], 600.0)
+    sim.run(AT_ONCE_S)
+    sim.kill(nodes[victim])
+    sim.preempt(nodes[1], 20.0)
+    others = [node for node in nodes if node is not nodes[victim]]
+    sim.run(15.0)
+    assert all(node.running and not node.is_stopping for node in others)
+    sim.run(6.0)
+    assert all(node.is_stopping or not node.is_live for node in others)
+    sim.run_until(lambda: sim.is_over, 60.0)
+    check_preempted(others)
 
 
 def test_all_nodes_have_notice_within_a_few_messages() -> None:

@@ -9,12 +9,14 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from elastic_aio.events import Event
-from elastic_aio.outcome import ExitStatus, Failure, JobOutcome
+from elastic_aio.outcome import PREEMPTION_SLACK, ExitStatus, Failure, JobOutcome
 from elastic_aio.rendezvous.base import (
+    ChangePending,
     EndJob,
     ExclusionRequested,
     NodeInfo,
     Placement,
+    PreemptionNoticed,
     RestartPending,
     RoundFailing,
     RoundStopped,
@@ -215,6 +217,10 @@ class CoordinatorHarness:
                     member.status.phase is not MemberPhase.FAILING and name not in self._slow
                 ):
                     self.perform(name, member.report(RoundStopped(round)))
+                case ChangePending(until=until) if until:
+                    former = member.status.preemption
+                    if former is None or until < former.until - PREEMPTION_SLACK:
+                        self.perform(name, member.report(PreemptionNoticed(action)))
                 case ProbePeers(round) if name not in self._unprobed:
                     member.probed(round, "")
 
