@@ -31,7 +31,7 @@ Rules
 * A notice of a preemption, to this node or by the rendezvous, is reported, and ends the rounds:
   no further one is started, and no end of a worker is reported before all have ended here.  The
   node then waits for the end of the job, for as long as other nodes may need to stop.  A node that
-  has had no place ends for itself.
+  has had no place ends for itself, as does a node that finds no store, once its workers have ended.
 
 ::
 
@@ -132,7 +132,14 @@ from elastic_aio.agent.machine import (
     why_stopped,
 )
 from elastic_aio.events import AttemptFailed, Event, Restarting
-from elastic_aio.outcome import PREEMPTION_CHANGE, SIGKILL, Failure, JobOutcome, JobState
+from elastic_aio.outcome import (
+    PREEMPTION_CHANGE,
+    SIGKILL,
+    EndCause,
+    Failure,
+    JobOutcome,
+    JobState,
+)
 from elastic_aio.rendezvous.base import (
     CUT_OFF_GRACE,
     ChangeAgreed,
@@ -184,6 +191,8 @@ class MultiNodeMachine(AgentMachine):
         self._peers: PeersFinished | None = None
         self._finish: Finish | None = None
         self._is_member = self._is_leaving = False
+        self._has_agreed = False  # to the preemption
+        self._has_no_store = False  # any more, since the notice
         self._published_failure = -1
         self._published_restart = -1
 
@@ -241,7 +250,10 @@ class MultiNodeMachine(AgentMachine):
                 is_current = self.phase in LIVE and round == self.round
                 return [NotePeers(instruction)] if is_current else []
             case EndJob(outcome) if self.notice is not None and outcome.is_rendezvous:
-                return self._end(self._stopped())
+                if outcome.cause is not EndCause.NO_STORE or self.phase not in LIVE:
+                    return self._end(self._stopped())
+                self._has_no_store = True
+                return self._on_notice_agreed() if self._has_agreed else []
             case EndJob(outcome):
                 return self._end(Finish(outcome))
 
@@ -294,6 +306,8 @@ class MultiNodeMachine(AgentMachine):
 
     def _wait_at_barrier(self) -> list[Effect]:
         """Wait for other nodes; after a notice, for as long as they may need to stop."""
+        if self._has_no_store:
+            return self._end(self._stopped())
         self.phase = AgentPhase.BARRIER
         plan, timeout = self._spec.stop, self._spec.rendezvous.exit_barrier_timeout
         if self.notice is not None:
@@ -301,6 +315,9 @@ class MultiNodeMachine(AgentMachine):
         return [StartBarrier(self.attempt, timeout)]
 
     def _on_notice_agreed(self) -> list[Effect]:
+        self._has_agreed = True
+        if self._has_no_store:
+            return super()._on_notice_agreed()
         return [SendReport(ChangeAgreed(self.round, PREEMPTION_CHANGE))]
 
     def _on_other_result(self, result: EffectResult) -> list[Effect]:

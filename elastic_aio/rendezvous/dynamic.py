@@ -156,7 +156,10 @@ def silence_limits(spec: LaunchSpec) -> tuple[float, float] | None:
 
 
 class SilenceWatch:
-    """Isolates a member whose workers run, before the other nodes replace it."""
+    """Isolates a member whose workers run, before the other nodes replace it.
+
+    Once its notice of a preemption was in a store, no node replaces it.
+    """
 
     def __init__(
         self,
@@ -186,7 +189,9 @@ class SilenceWatch:
         """
         self.cancel()
         status = self._member.status
-        if self._limits is None or not status.is_busy or status.round == self._cut_off_round:
+        if self._limits is None or not status.is_busy or self._member.has_published_notice:
+            return
+        if status.round == self._cut_off_round:
             return
         loop, session = asyncio.get_running_loop(), self._session()
         stop_after, kill_after = self._limits

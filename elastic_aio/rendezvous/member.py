@@ -80,6 +80,8 @@ class Member:
         self._refused_because = ""
         """The other node that holds the rank of this one; empty for none."""
         self.has_ended = False
+        self.has_published_notice = False
+        """Whether a status with its notice of a preemption was in a store."""
 
     def __repr__(self) -> str:
         return f"<Member {self.status.node.name}: {self.status.phase}, {self._acked}>"

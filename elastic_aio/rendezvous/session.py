@@ -308,6 +308,7 @@ class StoreSession:
         self._knows_failure = bool(status.failures)
         await lease.set(self._own_key, encode(status))
         self.written_serial = status.serial
+        self._member.has_published_notice |= status.preemption is not None
         self._changed.notify_all()
 
     async def write_last(self) -> None:

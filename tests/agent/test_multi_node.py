@@ -50,7 +50,14 @@ from elastic_aio.agent.multi_node import MultiNodeMachine
 from elastic_aio.errors import HostError, InternalError
 from elastic_aio.events import AttemptFailed, PreemptionNotice, Restarting
 from elastic_aio.node_events import MembershipChanged, MembershipPending, RoundFormed
-from elastic_aio.outcome import PREEMPTION_CHANGE, ExitStatus, Failure, JobOutcome, JobState
+from elastic_aio.outcome import (
+    PREEMPTION_CHANGE,
+    EndCause,
+    ExitStatus,
+    Failure,
+    JobOutcome,
+    JobState,
+)
 from elastic_aio.ranks import NodeRanks
 from elastic_aio.rendezvous.base import (
     CUT_OFF_GRACE,
@@ -210,7 +217,9 @@ WARNED: list[Input] = [*RUNNING, NOTICE]
 LAST: list[Input] = [*WARNED, ended(1, BAD), ended(0), group_stopped(failure(2))]
 LAST_BARRIER = StartBarrier(7, 9.0 + PLAN.grace + PLAN.reap_timeout + 30.0)
 DRAINING_PREEMPTED = SendReport(NodeDraining("USR1"))
-NO_STORE = InstructionReceived(EndJob(rendezvous_failure("no store")))
+NO_STORE = InstructionReceived(EndJob(rendezvous_failure("no store", EndCause.NO_STORE)))
+OTHER_JOB = InstructionReceived(EndJob(rendezvous_failure("other job", EndCause.OTHER_JOB)))
+AGREED = WorkersAgreed(7, PREEMPTION_CHANGE)
 PREEMPTED_THERE = JobOutcome(JobState.PREEMPTED, "USR1 (on b)", 85)
 
 
@@ -434,6 +443,55 @@ ROWS: dict[str, Row] = {
         WorkersAgreed(7, PREEMPTION_CHANGE),
         [SendReport(ChangeAgreed(7, PREEMPTION_CHANGE))],
         P.RUNNING,
+    ),
+    "running after a notice: no store any more": case(WARNED, NO_STORE, [], P.RUNNING),
+    "running after a notice: no store any more, and all agree": case(
+        [*WARNED, NO_STORE],
+        AGREED,
+        [CancelBackOff(), stop_group("all workers agree to the preemption")],
+        P.STOPPING,
+    ),
+    "running after a notice: all have agreed, and no store any more": case(
+        [*WARNED, AGREED],
+        NO_STORE,
+        [CancelBackOff(), stop_group("all workers agree to the preemption")],
+        P.STOPPING,
+    ),
+    "running after a notice: no store any more, and the deadline": case(
+        [*WARNED, NO_STORE], BackoffElapsed(7), [stop_group("the job is preempted")], P.STOPPING
+    ),
+    "running after a notice: no store any more, and an earlier one": case(
+        [*WARNED, NO_STORE],
+        SPOT,
+        [
+            SPOTTED[0],
+            CancelBackOff(),
+            SPOTTED[1],
+            ShowChange("spot", 4.0, PREEMPTION_CHANGE, 95.0),
+            BackOff(7, 4.0),
+        ],
+        P.RUNNING,
+    ),
+    "stopping after a notice and no store: stopped": case(
+        [*WARNED, NO_STORE, ended(1), ended(0)],
+        group_stopped(),
+        [SendReport(RoundSucceeded(7)), Leave("USR1")],
+        P.LEAVING,
+    ),
+    "stopping after a notice and no store: stopped, failed": case(
+        [*WARNED, NO_STORE, ended(1, BAD), ended(0)],
+        group_stopped(failure(2)),
+        [report_stopped(7, failure(2)), Leave("USR1")],
+        P.LEAVING,
+    ),
+    "running after a notice and no store: a stop is received": case(
+        [*WARNED, NO_STORE],
+        STOP,
+        [CancelBackOff(), stop_group("USR1"), DRAINING_PREEMPTED],
+        P.STOPPING,
+    ),
+    "running after a notice: another job is there": case(
+        WARNED, OTHER_JOB, [Leave("USR1"), CancelBackOff(), stop_group("USR1")], P.STOPPING
     ),
     "running after a notice: stop round": case(
         WARNED,

@@ -18,6 +18,7 @@ from elastic_aio import (
     MembershipChanged,
     NodeStandby,
     PreemptionNotice,
+    RendezvousStoreLost,
     Restarting,
     RoundFormed,
     StopRequested,
@@ -352,6 +353,30 @@ async def test_the_coordinator_is_killed_during_the_notice(tmp_path: Path) -> No
         assert (await late.ended()).code == 85
         assert not late.events_of(RoundFormed)
         store.send(signal.SIGTERM)
+
+
+@pytest.mark.black_box
+async def test_the_host_of_the_only_store_is_lost_during_the_notice(tmp_path: Path) -> None:
+    """The workers of the others keep their time until the deadline, longer than any search."""
+    conf = {"heartbeat_timeout": 2, "read_timeout": 3, "last_call_timeout": 0}
+    options = {"max_restarts": 3, "preempt_signal": "USR1", "preempt_deadline": 8}
+    async with Cluster(tmp_path, 3, conf=conf, **options) as cluster:  # type: ignore[arg-type]  # of any kind
+        host = await cluster.start_first("host")
+        others = [cluster.start(conf={"is_host": "false"}) for _ in range(2)]
+        nodes = [host, *others]
+        workers = await cluster.workers(*nodes)
+        host.send(signal.SIGUSR1)
+        for node in nodes:
+            await node.event(PreemptionNotice)
+        host.send(signal.SIGKILL)
+        for node in others:
+            await node.event(RendezvousStoreLost)
+        await check_preempted(*others)
+        check_undisturbed(*others)
+        for node in others:
+            (stop,) = node.events_of(StopRequested)
+            assert stop.reason == "the job is preempted"
+        await until(none_alive([worker.pid for worker in workers]))
 
 
 @pytest.mark.black_box

@@ -1057,6 +1057,22 @@ MUTATIONS: Final = (
         _PREEMPTION + "test_a_clock_that_is_set_forward_is_no_earlier_notice",
     ),
     Mutation(
+        "notice-that-is-in-no-store",
+        "rendezvous/session.py",
+        "self._member.has_published_notice |= status.preemption is not None",
+        "self._member.has_published_notice |= True",
+        "a node whose notice no other node can know stops its workers when it is cut off",
+        _PREEMPTION + "test_a_notice_that_reaches_no_store_does_not_keep_the_workers",
+    ),
+    Mutation(
+        "cut-off-after-a-notice",
+        "rendezvous/dynamic.py",
+        "or not status.is_busy or self._member.has_published_notice:",
+        "or not status.is_busy:",
+        "a node that is cut off after its notice keeps its workers until the deadline",
+        _PREEMPTION + "test_a_node_that_is_cut_off_after_its_notice_keeps_its_workers",
+    ),
+    Mutation(
         "agreement-not-awaited",
         "rendezvous/coordinator.py",
         "is_over = not status.is_busy or status.agreed_change == PREEMPTION_CHANGE",

@@ -633,6 +633,63 @@ def test_all_nodes_have_notice_within_a_few_messages() -> None:
     sim.run_until(lambda: all(node.notice for node in nodes), 5 * 0.001 + LEASE_LINGER / 20)
 
 
+@pytest.mark.parametrize("agree", [False, True])
+@pytest.mark.parametrize("seconds", [20.0, 300.0])
+def test_the_workers_keep_their_time_when_the_only_store_is_lost(
+    seconds: float, agree: bool
+) -> None:
+    """Also after the search for it has ended; unless all workers agree, or have ended."""
+    sim, nodes = simulated(endpoints=("a",))
+    sim.preempt(nodes[0], seconds)
+    sim.run(AT_ONCE_S)
+    sim.kill(nodes[0])
+    sim.run(seconds - 2 * AT_ONCE_S)
+    others = nodes[1:]
+    assert all(node.running and not node.is_stopping for node in others)
+    if agree:
+        for node in others:
+            node.agree_to_change()
+    if agree and seconds == 300.0:
+        sim.run_until(lambda: sim.is_over, AT_ONCE_S)
+    sim.run_until(lambda: sim.is_over, 100.0)
+    check_preempted(others)
+
+
+def test_an_agreement_before_the_end_of_the_search_for_a_store() -> None:
+    sim, nodes = simulated(endpoints=("a",))
+    sim.preempt(nodes[0], 300.0)
+    sim.run(AT_ONCE_S)
+    sim.kill(nodes[0])
+    sim.run(10.0)
+    for node in nodes[1:]:
+        node.agree_to_change()
+    sim.run_until(lambda: sim.is_over, 100.0)
+    check_preempted(nodes[1:])
+
+
+def test_a_notice_that_reaches_no_store_does_not_keep_the_workers() -> None:
+    """The other nodes go on without this node: no worker of it may run beside theirs."""
+    sim, nodes = simulated()
+    sim.partition("c", ["a", "b", "store0"])
+    sim.preempt(nodes[2], 300.0)
+    sim.run_until(lambda: sim.is_settled(2, nodes[:2]), 20.0)
+    assert nodes[2].running is None
+    assert not any(node.notice for node in nodes[:2])
+
+
+def test_a_node_that_is_cut_off_after_its_notice_keeps_its_workers() -> None:
+    """The others have the notice too, and form no other round."""
+    sim, nodes = simulated()
+    sim.preempt(nodes[2], 60.0)
+    sim.run(AT_ONCE_S)
+    sim.partition("c", ["a", "b", "store0"])
+    sim.run(50.0)
+    assert all(node.running and not node.is_stopping for node in nodes)
+    sim.run_until(lambda: sim.is_over, 200.0)
+    check_preempted(nodes)
+    assert len(sim.checker.rounds.rounds) == 1
+
+
 def test_a_node_that_finds_no_store_ends_by_itself() -> None:
     """All others may be gone; what it has stopped is not waited for without an end."""
     sim, nodes = simulated("ab")
