@@ -121,14 +121,11 @@ async def handle_signals(
                 await driver.suspend_while(partial(received.suspend_process, time.monotonic()))
             except OSError:
                 continue  # no descriptor is left to scan /proc with: the job goes on
-        elif (
-            number in notices
-            and not first
-            and agent.preempt(reason=f"{signal_name(number)} was received")
+        elif number in notices and (
+            (not first and agent.preempt(reason=f"{signal_name(number)} was received"))
+            or number not in chosen.stop
         ):
-            pass  # the workers have the notice
-        elif number in notices - chosen.stop:
-            pass  # they have had it
+            pass  # the workers have the notice, or have had it
         elif number in chosen.forward:
             driver.forward(number, is_for_all=chosen.unhandled == "kill")
         elif first:

@@ -178,7 +178,10 @@ class Member:
                 return self._start(order.body)
             case StopRound(round, why):
                 return self._stop(round, why)
-            case ProbePeers():
+            case ChangePending(time_left=left, number=number, until=0):
+                self._update(is_change_pending=left is not None, change=number)
+                return [order.body]
+            case ChangePending() | ProbePeers():  # the agent reports a notice that counts
                 return [order.body]
             case WaitForNodes(forming):
                 return [forming]
@@ -199,11 +202,8 @@ class Member:
                     return []  # of another coordinator
                 self._update(pending_restart=cause)
                 if cause.excludes == self.name and cause.root is not None:
-                    why = f"restart.decide has excluded it: {cause.root.summary}"
-                    self.exclude(why)
+                    self.exclude(f"restart.decide has excluded it: {cause.root.summary}")
                 return [order.body, *self._begin_exclusion()]
-            case ChangePending():
-                return self._on_change(order.body)
             case MembersDone(round, count):
                 is_own = self.status.placement is None or round == self.status.round
                 if is_own and count != self.status.members_done:
@@ -359,11 +359,6 @@ class Member:
         self.is_standing_by = False
         promoted = StandbyPromoted(round=placement.round, group_rank=placement.span.group_rank)
         return [promoted, order]
-
-    def _on_change(self, change: ChangePending) -> list[MemberEffect]:
-        if not change.until:  # the agent reports a notice that counts
-            self._update(is_change_pending=change.time_left is not None, change=change.number)
-        return [change]
 
     def _note_peers(self, done: MembersDone) -> list[MemberEffect]:
         if done.round != self.status.round or done.workers <= self.status.peers_finished:
