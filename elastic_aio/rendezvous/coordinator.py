@@ -97,6 +97,7 @@ Another coordinator
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from msgspec.structs import replace
@@ -425,24 +426,21 @@ def _note_preemption(state: CoordinatorState) -> None:
     if state.round.number < 0:
         return
     for record in state.admitted():
-        notice = record.status.preemption
-        if notice is None or not _is_earlier(record.preempted_at, state.preemption):
+        notice, former = record.status.preemption, state.preemption
+        latest = math.inf if former is None else former.until - PREEMPTION_SLACK
+        if notice is None or record.preempted_at >= latest:
             continue
         is_placed = record.member in state.round.placements and not record.is_excluded
         # Without its store, the others could not go on.
         is_needed = record.status.is_host and not state.settings.may_move
         if not (is_placed or is_needed or record.status.is_in_round):
-            if state.preemption is None:
+            if former is None:
                 reject(state, record, "it has notice of a preemption, and no place in the round")
             continue
         until, left = record.preempted_at, round(max(0.0, record.preempted_at - state.now), 3)
         state.preemption = replace(notice, why=sanitize(notice.why), time_left=left, until=until)
         attempt = max(0, state.round.attempt)
         state.outbox.publish(PreemptionNotice(attempt=attempt, why=notice.why, time_left=left))
-
-
-def _is_earlier(deadline: float, notice: ChangePending | None) -> bool:
-    return notice is None or deadline < notice.until - PREEMPTION_SLACK
 
 
 def _preempt(state: CoordinatorState, notice: ChangePending) -> None:
@@ -458,8 +456,8 @@ def _preempt(state: CoordinatorState, notice: ChangePending) -> None:
         state.end_job(preempted(notice.why))
         return
     for record in members:
-        sent = record.sent
-        is_sent = isinstance(sent, ChangePending) and _is_same(sent, notice)
+        sent, given = record.sent, (notice.why, notice.time_left)
+        is_sent = isinstance(sent, ChangePending) and (sent.why, sent.time_left) == given
         if record.preempted_at > notice.until + PREEMPTION_SLACK and not is_sent:
             # By the clock of the member: the order may be read late, and again.
             until = notice.until - record.offset_bound(state.now)
@@ -467,10 +465,6 @@ def _preempt(state: CoordinatorState, notice: ChangePending) -> None:
     for record in state.unplaced():
         if record not in members:
             state.outbox.send(record, StandBy(state.round.number, state.settings.maximum))
-
-
-def _is_same(sent: ChangePending, notice: ChangePending) -> bool:
-    return (sent.why, sent.time_left) == (notice.why, notice.time_left)
 
 
 def _needs_time(record: MemberRecord) -> bool:

@@ -285,7 +285,8 @@ class RoundRecord(_Record, frozen=True):
     """The value of the key `round`: the last round, for a coordinator that meets no member of it.
 
     `is_open`: workers of the round may run.  `history`: the count of the restart budget.
-    `written_at`: by the clock of the coordinator's host, in Unix seconds.
+    `written_at`: by the clock of the coordinator's host, in Unix seconds.  `preemption`: the notice
+    that its nodes have, after which no round follows; its `until` means nothing to other hosts.
     """
 
     term: HistoryCount
@@ -296,6 +297,7 @@ class RoundRecord(_Record, frozen=True):
     history: RestartHistory | None
     written_at: float = 0.0
     formed_by: str = ""
+    preemption: ChangePending | None = None
 
 
 class _Version(Struct):

@@ -543,8 +543,6 @@ class CoordinatorState:
         self.round = RoundState({})
         self.former = former
         """The last round of former coordinators; open until its loss is counted."""
-        self._recorded = (-1, False)
-        """Number of the round in the last record, and whether it was open."""
         self.timer = FormationTimer(now)
         self.fenced_until = -math.inf
         """Until when workers may live on nodes that are gone."""
@@ -555,8 +553,14 @@ class CoordinatorState:
         self.unsure_until = -math.inf
         """Until when members that were lost may have their leases, by their own clocks."""
         self.visits = Visits()
-        self.preemption: ChangePending | None = None
+        self.preemption = None if former is None else former.preemption
         """The earliest notice of a preemption, with `until` in monotonic seconds."""
+        if self.preemption is not None:  # members that come have the deadline
+            self.preemption = replace(
+                self.preemption, until=now + (self.preemption.time_left or 0.0)
+            )
+        self._recorded = (-1, False, self.preemption)
+        """In the last record: number of the round, whether it was open, and the notice."""
         self._waiting_published_at = -math.inf
 
     def __repr__(self) -> str:
@@ -796,15 +800,15 @@ class CoordinatorState:
         return max(self.round.number, former, *seen) + 1
 
     def record_round(self) -> None:
-        """Record the last round when another one has begun, or its workers have stopped."""
+        """Record the last round when it has begun, has notice, or its workers have stopped."""
         stopped = CoordinatorPhase.FORMING, CoordinatorPhase.BACKING_OFF, CoordinatorPhase.ENDING
         is_open = self.round.number >= 0 and self.phase not in stopped
         cause = self.round.cause
         granted = 0 if cause is None or cause.root is None else cause.restarts
         # A round that was recovered may be older than the last one, of which no member came.
         number = max(self.round.number, -1 if self.former is None else self.former.round)
-        if self._recorded != (self.round.number, is_open):
-            self._recorded = self.round.number, is_open
+        if self._recorded != (self.round.number, is_open, self.preemption):
+            self._recorded = self.round.number, is_open, self.preemption
             self.outbox.publish(
                 RoundRecord(
                     term=self.outbox.term,
@@ -814,6 +818,7 @@ class CoordinatorState:
                     changes=self.round.changes,
                     is_open=is_open,
                     history=self.budget.history(self.now, granted),
+                    preemption=self.preemption,
                 )
             )
 

@@ -539,6 +539,7 @@ class Simulation:
         """Set the wall clock of a node's host forward; back if `seconds` are negative."""
         self._trace.add_fault(node.host.name, f"its clock is set by {seconds:+.3f} s")
         node.host.offset += seconds
+        self.checker.was_clock_set = True
 
     def leave(self, node: SimNode) -> None:
         """Stop a node, as a user does."""

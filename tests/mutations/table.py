@@ -121,7 +121,7 @@ MUTATIONS: Final = (
     Mutation(
         "round-not-recorded",
         "rendezvous/state.py",
-        "if self._recorded != (self.round.number, is_open):",
+        "if self._recorded != (self.round.number, is_open, self.preemption):",
         "if False:",
         "each round is recorded in the store",
     ),
@@ -1027,15 +1027,15 @@ MUTATIONS: Final = (
     Mutation(
         "earlier-notice-ignored",
         "rendezvous/coordinator.py",
-        "return notice is None or deadline < notice.until - PREEMPTION_SLACK",
-        "return notice is None",
+        "latest = math.inf if former is None else former.until - PREEMPTION_SLACK",
+        "latest = math.inf if former is None else 0.0",
         "an earlier deadline replaces a later one",
         _PREEMPTION + "test_an_earlier_deadline_replaces_a_later_one_on_all_nodes",
     ),
     Mutation(
         "earlier-notice-not-passed-on",
         "rendezvous/coordinator.py",
-        "is_sent = isinstance(sent, ChangePending) and _is_same(sent, notice)",
+        "is_sent = isinstance(sent, ChangePending) and (sent.why, sent.time_left) == given",
         "is_sent = isinstance(sent, ChangePending) and sent.until",
         "all members get the earlier deadline",
         _PREEMPTION + "test_an_earlier_deadline_replaces_a_later_one_on_all_nodes",
@@ -1043,8 +1043,8 @@ MUTATIONS: Final = (
     Mutation(
         "later-notice-passed-on",
         "rendezvous/coordinator.py",
-        "return notice is None or deadline < notice.until - PREEMPTION_SLACK",
-        "return notice is None or deadline != notice.until",
+        "latest = math.inf if former is None else former.until - PREEMPTION_SLACK",
+        "latest = math.inf if former is None else former.until + 900.0",
         "a deadline that is not earlier is ignored",
         _PREEMPTION + "test_a_deadline_that_is_not_earlier_is_ignored",
     ),
@@ -1071,6 +1071,14 @@ MUTATIONS: Final = (
         "or not status.is_busy:",
         "a node that is cut off after its notice keeps its workers until the deadline",
         _PREEMPTION + "test_a_node_that_is_cut_off_after_its_notice_keeps_its_workers",
+    ),
+    Mutation(
+        "notice-not-recorded",
+        "rendezvous/state.py",
+        "preemption=self.preemption,",
+        "preemption=None,",
+        "a coordinator that meets no node of the round knows of its notice",
+        _PREEMPTION + "test_another_coordinator_that_meets_no_node_of_the_round_begins_no_other",
     ),
     Mutation(
         "agreement-not-awaited",

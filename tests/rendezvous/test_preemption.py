@@ -145,6 +145,31 @@ def test_another_coordinator_takes_the_earliest_of_the_notices() -> None:
     assert harness.deadline <= 30.0 + MARGIN_S
 
 
+def test_another_coordinator_that_meets_no_node_of_the_round_begins_no_other() -> None:
+    """Their workers may run until the deadline; nodes on standby end with the job."""
+    harness = running("a", "b", settings=RoundSettings(1, 2, last_call_timeout=0))
+    give_notice(harness, "a", 60.0)
+    assert harness.recorded is not None
+    harness.lose_all("d")
+    harness.join("c")
+    harness.settle(50.0)
+    assert len(harness.events(RoundFormed)) == 1
+    assert harness.end_of("c").state is JobState.PREEMPTED
+
+
+def test_another_coordinator_takes_the_deadlines_of_the_nodes_that_come() -> None:
+    """Not that of the record, which another clock has measured."""
+    harness = running("a", "b")
+    harness.drop_orders("b")
+    give_notice(harness, "a", 60.0)
+    harness.restore_orders()
+    harness.now = 20.0
+    harness.elect("d", former=harness.recorded)
+    harness.settle(21.0)
+    assert notices(harness, "b")[-1].until == pytest.approx(60.0, abs=0.1)
+    assert harness.deadline <= 60.0 + MARGIN_S
+
+
 def test_a_clock_that_is_set_forward_is_no_earlier_notice() -> None:
     harness = running("a", "b")
     give_notice(harness, "a", 60.0)
