@@ -430,7 +430,9 @@ def _note_preemption(state: CoordinatorState) -> None:
         latest = math.inf if former is None else former.until - PREEMPTION_SLACK
         if notice is None or record.preempted_at >= latest:
             continue
-        is_placed = record.member in state.round.placements and not record.is_excluded
+        # While the round runs, its workers ran until now as far as was known.
+        may_stay = not record.is_excluded or state.phase is CoordinatorPhase.RUNNING
+        is_placed = record.member in state.round.placements and may_stay
         # Without its store, the others could not go on.
         is_needed = record.status.is_host and not state.settings.may_move
         if not (is_placed or is_needed or record.status.is_in_round):

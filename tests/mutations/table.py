@@ -987,7 +987,7 @@ MUTATIONS: Final = (
     Mutation(
         "notice-of-excluded",
         "rendezvous/coordinator.py",
-        "is_placed = record.member in state.round.placements and not record.is_excluded",
+        "is_placed = record.member in state.round.placements and may_stay",
         "is_placed = record.member in state.round.placements",
         "an excluded node preempts no other",
         _PREEMPTION + "test_an_excluded_node_preempts_no_other_once_its_workers_have_ended",
@@ -1079,6 +1079,14 @@ MUTATIONS: Final = (
         "preemption=None,",
         "a coordinator that meets no node of the round knows of its notice",
         _PREEMPTION + "test_another_coordinator_that_meets_no_node_of_the_round_begins_no_other",
+    ),
+    Mutation(
+        "notice-of-excluded-in-time",
+        "rendezvous/coordinator.py",
+        "may_stay = not record.is_excluded or state.phase is CoordinatorPhase.RUNNING",
+        "may_stay = not record.is_excluded",
+        "a notice that comes with the end of an excluded node's workers counts",
+        _PREEMPTION + "test_an_excluded_node_whose_workers_end_with_its_notice_has_notice_for_all",
     ),
     Mutation(
         "agreement-not-awaited",

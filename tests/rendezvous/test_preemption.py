@@ -13,6 +13,7 @@ from elastic_aio.outcome import PREEMPTED_CODE, PREEMPTION_CHANGE, JobState
 from elastic_aio.rendezvous.base import (
     ChangeAgreed,
     ChangePending,
+    ExclusionRequested,
     PreemptionNoticed,
     RestartRequested,
     RoundStopped,
@@ -408,6 +409,20 @@ def test_an_excluded_node_preempts_no_other_once_its_workers_have_ended() -> Non
     harness.lose("b", is_lost=False)
     harness.join("c")
     assert harness.ranks == {"a": 0, "c": 1}
+
+
+@pytest.mark.parametrize("names", ["b", "ab"])
+def test_an_excluded_node_whose_workers_end_with_its_notice_has_notice_for_all(names: str) -> None:
+    """One status may say all that: what its workers did is no failure of the job."""
+    harness = running(*names, max_restarts=0)
+    harness.settle(10.0)
+    member = harness.members["b"]
+    member.report(ExclusionRequested(0, "bad memory"))
+    member.report(RoundStopped(0, (failure(1),)))
+    give_notice(harness, "b", 0.0)
+    assert harness.events(PreemptionNotice)
+    end_workers(harness, *names.replace("b", ""))
+    assert {harness.end_of(name).state for name in names} == {JobState.PREEMPTED}
 
 
 @pytest.mark.parametrize("may_move", [False, True])
