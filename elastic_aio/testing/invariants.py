@@ -382,8 +382,8 @@ class InvariantChecker:
         """Whether a host's clock was set: another coordinator reads earlier notices by it."""
         self._has_check = spec.rendezvous.health_check is not None
         self._stop_s = spec.stop.grace + _OBEY_MARGIN_S
-        self._preempted: dict[tuple[bytes, str], int] = {}
-        """The term of the last coordinator that has passed on a notice, by generation."""
+        self._preempted: dict[tuple[bytes, str], float] = {}
+        """When a coordinator first passed a notice on, by generation."""
         self._lease_s = spec.rendezvous.heartbeat_timeout / RATE_MIN
         self._network = network
         self._time = network.time
@@ -426,7 +426,7 @@ class InvariantChecker:
             self._oblige(store, member, value)
             self._on_order(store, member, value.body)
             if isinstance(value.body, ChangePending) and value.body.until:
-                self._preempted[store.instance, store.generation] = value.term
+                self._preempted.setdefault((store.instance, store.generation), self._time.now)
         elif isinstance(value, RunEnd):
             self.ends.on_recorded(store, member, value)
         elif isinstance(value, FormerJob):
@@ -446,9 +446,9 @@ class InvariantChecker:
                 self.rounds.on_written(store, member, placement, self._time.now)
                 self.ends.on_written(self.rounds.rounds[placement.round_id])
                 rounds = len(self.rounds.rounds)
-                term = int(placement.formed_by.partition(".")[0])
-                if term <= self._preempted.get((store.instance, store.generation), 0):
-                    self._trace.fail(f"{text}, and its coordinator has passed on a notice")
+                noticed_at = self._preempted.get((store.instance, store.generation), math.inf)
+                if self.rounds.rounds[placement.round_id].formed_at > noticed_at:
+                    self._trace.fail(f"{text}, and a coordinator has passed on a notice")
                 if rounds > _ROUNDS_PER_FAULT * (self._trace.faults + 1):
                     self._trace.fail(f"{rounds} rounds after {self._trace.faults} faults")
         if isinstance(body, StartRound | StopRound | EndJob | RestartPending):
