@@ -39,6 +39,8 @@ from tests.support.sockets import free_port, listening
 WORKER = Path(__file__).parent / "workers/parity.py"
 _MARK = "PARITY_NOTES"
 _HOST = socket.gethostname().partition(".")[0]
+_OWN_FILES = ("node.json", "run.json", "events.jsonl", "report.txt")
+"""Files of a run's directory that torchrun does not have."""
 _LEFT_S = 2.0
 """Seconds that processes may outlive their launcher before they count as left behind."""
 
@@ -233,8 +235,8 @@ class Job:
         root = self._path("logs")
         found = {}
         for path in sorted(root.rglob("*")) if root.is_dir() else []:
-            if path.name == "node.json":
-                continue  # torchrun has none
+            if path.name in _OWN_FILES:
+                continue
             run, *rest = path.relative_to(root).parts
             # A run id that was not given is random, and all are followed by a random suffix,
             # which in elastic_aio the host precedes.
