@@ -340,6 +340,10 @@ class Agent:
             True once all workers of this node run in a later attempt; False if the job has ended
             first.
 
+        Raises:
+            HostError: descriptors among the arguments of a function, in a job without restarts,
+                are the workers' alone.
+
         Cancellation: the request stays.
         """
         driver = self._started_driver

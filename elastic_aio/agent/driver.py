@@ -247,6 +247,7 @@ class Driver:
         self.receive(StopReceived(reason, signal, plan))
 
     def request_restart(self, reason: str) -> None:
+        self._runtime.entrypoint.check_further()
         self.receive(RestartReceived(reason))
 
     def request_preemption(self, reason: str, seconds: float | None = None) -> bool:

@@ -7,12 +7,13 @@ commands does not pay for them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
 from elastic_aio.agent.preflight import check_preload, worker_argv
+from elastic_aio.errors import HostError
 from elastic_aio.process.children import Child, Spawner
 from elastic_aio.spec.job import Command, Function, LaunchSpec
 
@@ -56,6 +57,7 @@ class Entrypoint:
         self.overrides = overrides
         self._options = overrides or PerRankOverrides((), ())
         self._payloads: dict[int, Payload] = {}  # by identity of the arguments
+        self._has_given = False
         self._results: dict[int, int] = {}  # by local rank
         self._server: ForkServer | None = None
 
@@ -157,6 +159,7 @@ class Entrypoint:
             return ChildCommand(
                 (self._spec.name,), call=self._fork_call(entrypoint, args, local_rank, result)
             )
+        self.check_further()
         payload = self._payloads[id(args)]
         return ChildCommand(
             call_argv(self._spec.python or sys.executable, payload, result, local_rank),
@@ -198,20 +201,27 @@ class Entrypoint:
             await close_results(results)
 
     def on_group_started(self) -> None:
-        """Close the calls if no further attempt can follow."""
-        # The descriptors among the arguments are then the workers' alone, so that the other end of
-        # a connection sees its end of file.
+        """Close calls with descriptors if only a request can make another attempt follow."""
+        # They are then the workers' alone, so that the other end of a connection sees its end of
+        # file.  Other calls stay: `Agent.restart` does not count against `max_restarts`.
         if not self._spec.max_restarts and self._spec.nnodes.maximum == 1:
-            self._forget_calls()
+            given = [key for key, payload in self._payloads.items() if payload.inherited]
+            self._has_given = bool(given)
+            self._close_payloads(given)
 
-    def _forget_calls(self) -> None:
-        payloads, self._payloads = self._payloads, {}
-        for payload in payloads.values():
-            payload.close()
+    def check_further(self) -> None:
+        """Raise a HostError if no further attempt can have the arguments."""
+        if self._has_given:
+            problem = "its arguments have descriptors, which were closed here (max_restarts is 0)"
+            raise HostError(f"{self._spec.name} cannot be called again: {problem}")
+
+    def _close_payloads(self, keys: Iterable[int]) -> None:
+        for key in [*keys]:
+            self._payloads.pop(key).close()
 
     async def aclose(self) -> None:
         """Stop the fork server and close all files.  Idempotent."""
         if self._server is not None:
             await self._server.aclose()
         await self.forget_results()
-        self._forget_calls()
+        self._close_payloads(self._payloads)

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from elastic_aio import (
     Agent,
     Failure,
+    HostError,
     JobFailed,
     JobState,
     JobStopped,
@@ -325,6 +326,19 @@ async def test_a_connection_ends_with_the_workers_that_have_it(way: Any) -> None
             assert await asyncio.to_thread(ours.poll, 30)
             with pytest.raises(EOFError):
                 ours.recv()
+            with pytest.raises(HostError, match="descriptors"):
+                await agent.restart()
+            assert agent.status().phase == "running"
+
+
+async def test_a_requested_restart_calls_a_function_again(method: Any) -> None:
+    """Also in a job without restarts, which this costs none of."""
+    async with Agent(spec_of(functions.sleep, method, nproc_per_node=2)) as agent:
+        async for event in agent.events():
+            if isinstance(event, WorkerStarted):
+                break
+        assert await agent.restart() is True
+        assert agent.status().attempt == 1
 
 
 async def test_a_value_is_unpickled_in_a_thread() -> None:
