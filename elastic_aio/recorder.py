@@ -18,7 +18,7 @@ from elastic_aio._version import __version__
 from elastic_aio.agent.agent import Agent, driver_of
 from elastic_aio.aio import EventReader, cancel_and_wait, create_task, run_in_thread, run_shielded
 from elastic_aio.events import AttemptFailed, Event, JobFinished
-from elastic_aio.outcome import LaunchResult
+from elastic_aio.outcome import JobState, LaunchResult
 from elastic_aio.record import JobRecord, RecordFiles, without_secrets
 from elastic_aio.report import format_failure
 
@@ -158,6 +158,7 @@ def _write(
     report = ""
     if result is not None:
         record = replace(record, log_dir=result.log_dir)
-        if result.failures and result.failures[0].pid is not None:
+        has_failed = result.state is JobState.FAILED  # not stopped before its restart
+        if has_failed and result.failures and result.failures[0].pid is not None:
             report = f"{format_failure(result, name)}\n"
     files.write(record, added, report)

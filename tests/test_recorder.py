@@ -13,12 +13,15 @@ import pytest
 
 from elastic_aio import (
     Agent,
+    Backoff,
     Event,
     HostError,
     JobFailed,
     JobFinished,
     LaunchSpec,
     LogSpec,
+    Restarting,
+    RestartPolicy,
     RunRecorder,
     SpecError,
     format_failure,
@@ -112,6 +115,19 @@ async def test_the_record_of_a_failure(tmp_path: Path) -> None:
     assert (run.phase, run.exit_code, run.log_dir) == ("failed", 3, result.log_dir)
     assert run.report() == f"{format_failure(result, spec.name)}\n"
     assert run.failures == (f"attempt 0 failed: {result.failures[0].summary}",)
+
+
+async def test_a_job_that_was_stopped_before_its_restart_has_no_report() -> None:
+    """As on the console: its workers have failed, not the job."""
+    policy = RestartPolicy(backoff=Backoff(initial=3600, cap=3600, jitter=False))
+    spec = LaunchSpec(shell("exit 3"), max_restarts=1, restart=policy)
+    async with RunRecorder() as recorder, Agent(spec, listeners=[recorder]) as agent:
+        async for event in agent.events():
+            if isinstance(event, Restarting):
+                break
+        await agent.stop()
+    (run,) = recorded_runs()
+    assert (run.phase, len(run.failures), run.report()) == ("stopped", 1, "")
 
 
 async def test_a_temporary_directory_of_logs_has_no_record() -> None:
