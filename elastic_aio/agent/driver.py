@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from signal import SIGCONT, SIGSTOP
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from msgspec.structs import replace
 
@@ -145,8 +145,11 @@ class Driver:
     `Agent.wait` returns `result`, or raises `error`; `outcome` is how the job ended.  `group` has
     the workers of the present attempt.  `is_left`: the agent's block has been left; an agent that
     was entered by hand may outlive its event loop.  `finds_lost_jobs`: the job reports those of
-    this host, soon after its workers have started.
+    this host, soon after its workers have started, unless another job of this program has looked.
     """
+
+    has_looked: ClassVar[bool] = False
+    """Whether a job of this program has looked for lost jobs: it reads every process."""
 
     def __init__(self, runtime: LocalRuntime, machine: AgentMachine, event_log: EventLog) -> None:
         self._fork = ForkGuard()
@@ -522,8 +525,9 @@ class Driver:
 
     async def _find_lost_jobs(self) -> None:
         await asyncio.sleep(_QUIET_S)  # the workers start, and need the CPUs
-        if self.is_copy:
+        if self.is_copy or Driver.has_looked:
             return
+        Driver.has_looked = True
         from elastic_aio.process.lost_jobs import find_lost_jobs
 
         for job in await find_lost_jobs():

@@ -27,9 +27,14 @@ from elastic_aio import (
     WorkerStarted,
     launch,
 )
+from elastic_aio.agent import driver
 from elastic_aio.agent.agent import make_agent
+from elastic_aio.agent.driver import Driver
 from elastic_aio.outcome import ExitStatus
+from elastic_aio.process import lost_jobs
 from elastic_aio.process.children import ChildExit, ChildSpec
+from tests.support.children import SLEEPER, until
+from tests.support.control import own_control_dir
 from tests.support.leaks import own_children
 
 GUARD = 30.0
@@ -218,3 +223,28 @@ async def workers(agent: Agent) -> Any:
         if isinstance(event, WorkerStarted):
             yield event
             return
+
+
+async def test_a_program_of_many_jobs_looks_for_lost_ones_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each look reads all processes of the host."""
+    looks: list[None] = []
+
+    async def find() -> list[lost_jobs.LostJob]:
+        looks.append(None)
+        return []
+
+    monkeypatch.setattr(Driver, "has_looked", False)
+    monkeypatch.setattr(driver, "_QUIET_S", 0.0)
+    monkeypatch.setattr(lost_jobs, "find_lost_jobs", find)
+    with own_control_dir():
+        for _ in range(2):
+            async with Agent(LaunchSpec(SLEEPER), control=True) as agent:
+                async for event in agent.events():
+                    if isinstance(event, WorkerStarted):
+                        break
+                await until(lambda: agent.status().phase == "running")
+                finding = [one for one in asyncio.all_tasks() if one.get_name() == "find lost jobs"]
+                await asyncio.gather(*finding)
+    assert len(looks) == 1
