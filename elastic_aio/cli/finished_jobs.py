@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import socket
 from collections.abc import Sequence
 
 from elastic_aio.cli.status_text import ID_MAX, head_lines, local_time
@@ -37,6 +38,16 @@ def runs_named(name: str, *, begins: bool) -> tuple[list[JobRecord], str]:
     # A run is often named like the directory of its program.
     found = matches([_as_job(run) for run in recorded_runs()], name, begins=begins)
     return [job.status for job in found if isinstance(job.status, JobRecord)], problem
+
+
+def silent_launcher(runs: Sequence[JobRecord], jobs: Sequence[RunningJob]) -> RunningJob | None:
+    """Return the launcher of the latest of these runs if it runs here and does not answer."""
+    if not runs or runs[0].ended_at is not None or runs[0].is_lost:
+        return None
+    if runs[0].node != socket.gethostname():
+        return None  # another host or container, whose pids mean others
+    silent = (job for job in jobs if job.status is None and job.pid == runs[0].agent_pid)
+    return next(silent, None)
 
 
 def with_recorded(jobs: Sequence[RunningJob]) -> list[RunningJob]:

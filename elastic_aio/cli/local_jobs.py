@@ -142,9 +142,13 @@ def choose_job(
         return choose(jobs, name, begins=begins)
     except JobNotFound as error:
         if name and not matches(jobs, name, begins=begins):
-            from elastic_aio.cli.finished_jobs import end_of_last, runs_named  # for few commands
+            # For few commands.
+            from elastic_aio.cli.finished_jobs import end_of_last, runs_named, silent_launcher
 
-            if ended := end_of_last(runs_named(name, begins=begins)[0], name):
+            runs = runs_named(name, begins=begins)[0]
+            if (launcher := silent_launcher(runs, jobs)) is not None:
+                return launcher
+            if ended := end_of_last(runs, name):
                 raise invalid_value("JOB", ended, name) from None
         raise UsageError(f"JOB: {error}") from None
 
@@ -154,27 +158,28 @@ def choose_run(
 ) -> RunningJob | JobRecord:
     """Return the job of this name as `choose_job`, or else the last recorded run of this name.
 
-    The name may be the directory of a run, or of several.  The beginning of an id comes last.
-    UsageError: there is none.
+    The name may be the directory of a run, or of several.  The beginning of an id comes last.  Of a
+    job that does not answer, this is the record.  UsageError: there is none.
     """
     jobs = find_jobs() if jobs is None else jobs
     if name is None and not jobs:
         raise UsageError(f"JOB: {NO_JOB}; `aio-elastic ps -a` lists the runs that have ended")
     if name is None or matches(jobs, name):
         return choose_job(name, jobs)
-    from elastic_aio.cli.finished_jobs import runs_named  # for few commands
+    from elastic_aio.cli.finished_jobs import runs_named, silent_launcher  # for few commands
 
     is_beginning = bool(matches(jobs, name, begins=True))
     runs, problem = runs_named(name, begins=not is_beginning)
-    silent = [job.pid for job in jobs if job.status is None]
     if not runs and not is_beginning and (problem or not jobs):
         problem = problem or f"{NO_JOB}, and no recorded run has this name"
         raise invalid_value("JOB", problem, name)
-    if not runs or runs[0].agent_pid in silent:
+    if not runs:
         return choose_job(name, jobs, begins=True)
     if runs[1:]:
         last = f"the last, of {local_time(runs[0].started_at or 0.0)} on {runs[0].node}"
         print_error("", f"{len(runs)} recorded runs match {name!r}: {last} (see ps -a)", 0)
+    if (launcher := silent_launcher(runs, jobs)) is not None:
+        print_error("", f"{launcher}: this is its record of {local_time(runs[0].written_at)}", 0)
     return runs[0]
 
 

@@ -10,16 +10,24 @@ import os
 import re
 import shutil
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from elastic_aio.cli import finished_jobs, main
-from elastic_aio.cli.finished_jobs import RUN_COLUMNS, run_lines, run_row, with_recorded
+from elastic_aio.cli import finished_jobs, local_jobs, main
+from elastic_aio.cli.finished_jobs import (
+    RUN_COLUMNS,
+    run_lines,
+    run_row,
+    silent_launcher,
+    with_recorded,
+)
 from elastic_aio.cli.status_text import job_row
-from elastic_aio.control.client import RunningJob
+from elastic_aio.control.client import CommandClient, RunningJob
 from elastic_aio.events import JobStarted
 from elastic_aio.record import (
     EVENTS_FILE,
@@ -355,18 +363,37 @@ def test_a_killed_launcher_leaves_a_run_that_did_not_end(ask: Ask, tmp_path: Pat
 
 
 @pytest.mark.e2e
-def test_a_suspended_launcher_is_no_run_that_has_ended(ask: Ask) -> None:
+def test_a_suspended_launcher_is_found_by_its_record(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its job has no other name than its pid."""
     with running_cli("--rdzv-id=a", "--no-python", "sleep", "99") as job:
         until_sync(lambda: bool(recorded_runs()), "the first version")
         job.send(signal.SIGSTOP)
         try:
-            assert "(does not answer)" in ask("why", "a", code=2)
             assert not only_run().is_lost
+            note = f"aio-elastic: pid {job.pid} (does not answer): this is its record of "
+            assert ask("why", "a", notes=True).startswith(note)
+            for command in ("why", "status"):
+                assert ask(command, "a").startswith(f"run a: sleep on {socket.gethostname()} ")
+            client = partial(CommandClient, timeout=0.3)
+            monkeypatch.setattr(local_jobs, "CommandClient", client)
+            assert "does not answer: timed out" in ask("preempt", "a", code=1)
+            assert f"pid {job.pid} (does not answer) killed" in ask("stop", "a", "--kill")
         finally:
             job.send(signal.SIGCONT)
-        job.send(signal.SIGTERM)
-        assert job.wait() == 143
-    assert (only_run().phase, only_run().exit_code) == ("stopped", 143)
+        assert job.wait() == 137
+    assert only_run().is_lost
+
+
+def test_a_pid_of_another_host_is_no_launcher_here() -> None:
+    """Containers that share a home have the same pids."""
+    silent = RunningJob("/7", 7, None)
+    here, there = socket.gethostname(), "another"
+    for node, found in ((here, silent), (there, None)):
+        assert silent_launcher([JobRecord(agent_pid=7, node=node)], [silent]) is found
+    over = JobRecord(agent_pid=7, node=here, ended_at=1.0)
+    assert silent_launcher([over], [silent]) is None
 
 
 @pytest.mark.e2e
