@@ -7,6 +7,7 @@ agents, and need no store and no option.  `logs`, `top`, `why` and `events` choo
 from __future__ import annotations
 
 import functools
+import io
 import os
 import signal
 import sys
@@ -77,24 +78,35 @@ def command(name: str) -> Callable[[Command], Command]:
     def decorate(run: Command) -> Command:
         @functools.wraps(run)
         def main(argv: Sequence[str]) -> int:
+            if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may know few characters
+                sys.stdout.reconfigure(errors="backslashreplace")
             try:
-                return run(argv)
+                code = run(argv)
+                _flush()  # at the exit, an error has another code
+                return code
             except UsageError as error:
                 return print_error(name, str(error), 2)
             except (JobError, ControlError) as error:
                 return print_error(name, str(error), 1)
-            except BrokenPipeError:
-                # The reader of the pipe has exited.  The flush at exit would fail again.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-                return 128 + signal.SIGPIPE
             except KeyboardInterrupt:
                 return 128 + signal.SIGINT
-            except OSError as error:
-                return print_error(name, f"the agent does not answer: {error_reason(error)}", 1)
+            except OSError as error:  # a pipe or disk takes no output, or no descriptor is left
+                try:
+                    _flush()
+                except OSError:  # as the flush at exit would
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                if isinstance(error, BrokenPipeError):
+                    return 128 + signal.SIGPIPE
+                return print_error(name, error_reason(error), 1)
 
         return main
 
     return decorate
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # it was closed
+        sys.stdout.flush()
 
 
 def job_parser(

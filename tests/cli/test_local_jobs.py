@@ -619,6 +619,29 @@ def test_each_command_gives_up_and_nothing_is_carried_out_later(job: StartJob, a
         assert kinds - {"LostJobFound"} == {"JobStarted", "WorkerStarted"}
 
 
+@pytest.mark.parametrize(
+    ("path", "code", "said"),
+    [("/dev/full", 1, "aio-elastic ps: no space left on device\n"), (None, 141, "")],
+)
+def test_an_output_that_takes_nothing(
+    path: str | None, code: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk, which is no silent agent, and a reader that has exited."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer if path is None else path, "wb") as output:
+        ended = subprocess.run([*CLI, "ps"], stdout=output, stderr=subprocess.PIPE, check=False)
+    if path is not None:
+        os.close(writer)
+    assert (ended.returncode, ended.stderr.decode()) == (code, said)
+
+
+def test_a_terminal_may_know_few_characters() -> None:
+    ended = run_program([*CLI, "help", "failures"], env={"PYTHONIOENCODING": "ascii"})
+    assert (ended.code, ended.err) == (0, "")
+
+
 @pytest.mark.e2e
 @pytest.mark.usefixtures("impatient")
 def test_a_launcher_that_does_not_answer_is_killed(job: StartJob, ask: Ask) -> None:
