@@ -343,10 +343,13 @@ class Agent:
         Raises:
             HostError: descriptors among the arguments of a function, in a job without restarts,
                 are the workers' alone.
+            RuntimeError: the node has no place in the round: it is on standby, or excluded.
 
         Cancellation: the request stays.
         """
         driver = self._started_driver
+        if (phase := self.status(usage=False).phase) in ("standby", "excluded"):
+            raise RuntimeError(f"this node has no workers to restart ({phase}): ask another node")
         before = -1 if driver.group is None else driver.group.attempt
         log = self._event_log
         events = log.read(log.count - 1)

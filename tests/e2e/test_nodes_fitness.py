@@ -96,6 +96,8 @@ async def test_a_standby_takes_the_place_of_an_excluded_node(
         shown = run_program([*CLI, "status", str(bad.pid)]).out
         assert "excluded" in shown
         assert "ECC error" in shown
+        refused = run_program([*CLI, "restart", str(bad.pid)])
+        assert (refused.code, "no workers to restart (excluded)" in refused.err) == (1, True)
         await cluster.succeed(*staying, spare, attempt=1)
         assert (await bad.ended()).code == 0
 
