@@ -446,7 +446,7 @@ class LocalRuntime:
         A stop of the workers ends it too.
         """
         null = self._standard_streams.null
-        env = worker_env(self.spec, self.nproc, {self.tree.marker: "1"})
+        env = worker_env(self.spec, self.nproc, {self.tree.marker: marker_value()})
         argv = ("/bin/sh", "-c", command)
         child_spec = ChildSpec(argv, env, self.spec.cwd, null, output, output)
         child = await self.entrypoint.command_spawner(_with_original_limit(child_spec))

@@ -13,7 +13,7 @@ from elastic_aio.agent.health import check_health
 from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.errors import SpawnError
 from elastic_aio.process.children import Child, ChildSpec, command_spawner
-from elastic_aio.process.descendants import read_session_list
+from elastic_aio.process.descendants import marker_value, read_session_list
 from elastic_aio.spec.job import LaunchSpec
 from tests.support.children import until
 from tests.support.leaks import alive
@@ -104,6 +104,13 @@ async def test_a_check_is_guarded(runtime: LocalRuntime, tmp_path: Path) -> None
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_a_check_names_its_launcher(runtime: LocalRuntime) -> None:
+    """As a worker does: what is left of it counts as a lost job's."""
+    command = "tr '\\0' '\\n' < /proc/$$/environ | grep ^ELASTIC_AIO_JOB_; exit 1"
+    found = await check_health(runtime, command, LONG)
+    assert found.rpartition("=")[2] == marker_value()
 
 
 async def test_a_check_that_cannot_be_started_is_no_defect(
