@@ -33,16 +33,32 @@ while not os.path.exists(f"{sys.argv[1]}/{rank}.{attempt}"):
     time.sleep(0.05)
 sys.exit("<b>no</b> <img src=x onerror=alert(1)>" if attempt == "0" else 0)
 """
-# A hundred attempts of 48 workers, and most of the 10,000 events that are kept.
-LONG_JOB = """
+SERVER = """
 import asyncio, sys
 from elastic_aio import JobState, StatusServer
 from elastic_aio.events import *
 from elastic_aio.outcome import ExitStatus, Failure
+from elastic_aio.node_events import NodeExcluded, RoundForming
 from elastic_aio.spec.restart import UNLIMITED
 from msgspec.structs import replace
 
 def events():
+{events}
+
+async def main():
+    async with StatusServer("127.0.0.1:0", patience=60.0) as server:
+        attempt = time = 0
+        for seq, event in enumerate(events()):
+            time += 1 if isinstance(event, WorkerStarted | JobFinished) else 0.5
+            attempt += isinstance(event, Restarting)
+            server(replace(event, seq=seq, attempt=attempt, time=1e9 + time, run_id="<b>long</b>"))
+        print(f"http://{{server.address}}/", flush=True)
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+asyncio.run(main())
+"""
+# A hundred attempts of 48 workers, and most of the 10,000 events that are kept.
+LONG_JOB = SERVER.format(
+    events="""
     yield JobStarted(
         entrypoint="x", nproc_per_node=48, nnodes="1", max_restarts=UNLIMITED, agent_pid=1)
     for attempt in range(100):
@@ -59,18 +75,20 @@ def events():
             yield Restarting(attempt=1, why="again", delay=0.0, restarts=attempt + 1)
     yield JobFinished(
         state=JobState.FAILED, why="<i>no</i> more", exit_code=3, duration=9.0, restarts=99)
-
-async def main():
-    async with StatusServer("127.0.0.1:0", patience=60.0) as server:
-        attempt = time = 0
-        for seq, event in enumerate(events()):
-            time += 1 if isinstance(event, WorkerStarted | JobFinished) else 0.5
-            attempt += isinstance(event, Restarting)
-            server(replace(event, seq=seq, attempt=attempt, time=1e9 + time, run_id="<b>long</b>"))
-        print(f"http://{server.address}/", flush=True)
-        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-asyncio.run(main())
 """
+)
+EXCLUDED_NODE = SERVER.format(
+    events="""
+    yield JobStarted(entrypoint="x", nproc_per_node=1, nnodes="2", max_restarts=1, agent_pid=1)
+    yield WorkerStarted(rank=0, local_rank=0, pid=2)
+    yield StopRequested(reason="another node", plan="")
+    yield NodeExcluded(name="n", member="n.1", why="its worker", is_own=True)
+    yield Restarting(attempt=1, why="again", delay=0.0, restarts=1)
+    yield RoundForming(round=1, joined=1, minimum=2, maximum=2)
+    yield JobFinished(
+        state=JobState.SUCCEEDED, why="done", exit_code=0, duration=4.0, restarts=1)
+"""
+)
 
 pytestmark = [
     pytest.mark.e2e,
@@ -208,6 +226,27 @@ def test_a_long_job_is_cheap_and_fits_a_phone(page: Any) -> None:
         expect(page.locator("#pointed")).to_have_text(
             re.compile(r"^attempt 98: rank 1 \(pid 3\): ")
         )
+        assert server.process.stdin is not None
+        server.process.stdin.close()
+        assert server.wait() == 0
+
+
+def test_an_excluded_node_waits(page: Any) -> None:
+    """What the other nodes do then costs it no time; the status says the same."""
+    from playwright.sync_api import expect
+
+    with running([sys.executable, "-c", EXCLUDED_NODE], stdin_pipe=True) as server:
+        page.goto(server.wait_out(r"^http\S+$")[0], wait_until="domcontentloaded")
+        expect(page.locator("#phase")).to_have_text("succeeded", timeout=60_000)
+        phases = page.evaluate("job.phases.map(one => [one.phase, one.kind, one.from])")
+        assert [phase for phase, _, _ in phases] == [
+            "starting", "running", "stopping", "excluded", "forming"
+        ]  # fmt: skip
+        ends = [*(since for _, _, since in phases[1:]), page.evaluate("job.end.time")]
+        spent = page.evaluate("fetch('status').then(one => one.json()).then(one => one.goodput)")
+        lanes = zip(phases, ends, strict=True)
+        waited = sum(end - since for (_, kind, since), end in lanes if kind == "waiting")
+        assert waited == spent["waiting"]
         assert server.process.stdin is not None
         server.process.stdin.close()
         assert server.wait() == 0
