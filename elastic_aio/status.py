@@ -128,6 +128,12 @@ class JobStatus(Struct, frozen=True, kw_only=True):
         return self.phase in _FINAL
 
     @property
+    def identity(self) -> tuple[object, ...]:
+        """What a job has in common with the record of its run, and with no other one."""
+        # In a container the pid is the same each time.
+        return self.run_id, self.agent_pid, self.started_at
+
+    @property
     def restarts_left(self) -> int:
         """Restarts after failures that `max_restarts` still allows."""
         return max(0, self.max_restarts - self.restarts + self.returned)

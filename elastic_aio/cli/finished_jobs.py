@@ -52,18 +52,13 @@ def silent_launcher(runs: Sequence[JobRecord], jobs: Sequence[RunningJob]) -> Ru
 
 def with_recorded(jobs: Sequence[RunningJob]) -> list[RunningJob]:
     """Return running jobs and the recorded runs that are none of them, the latest first."""
-    known = {_identity(job) for job in jobs}
-    ended = [job for run in recorded_runs() if _identity(job := _as_job(run)) not in known]
+    known = {job.status.identity for job in jobs if job.status is not None}
+    ended = [_as_job(run) for run in recorded_runs() if run.identity not in known]
     return sorted([*jobs, *ended], key=_started_at, reverse=True)
 
 
 def _started_at(job: RunningJob) -> float:
     return (job.status and job.status.started_at) or 0.0
-
-
-def _identity(job: RunningJob) -> tuple[object, ...]:
-    # In a container the pid is the same each time.
-    return job.status and job.status.run_id, job.pid, _started_at(job)
 
 
 def _as_job(run: JobRecord) -> RunningJob:

@@ -75,9 +75,9 @@ class _ShownRun(JobPages):
         return self.view.status(usage=False)
 
     @property
-    def identity(self) -> tuple[object, ...]:
+    def identity(self) -> object:
         status = self.known()
-        return status.run_id, status.agent_pid, status.started_at or self.name
+        return status.identity if status.started_at else self.name
 
     def is_named(self, name: str) -> bool:
         return name in (self.name, str(self.pid or self.name), self.known().run_id)
