@@ -48,6 +48,7 @@ from elastic_aio.spec.checks import (
     parse_int,
     parse_seconds,
     signal_number,
+    spelled_signal,
 )
 from elastic_aio.status import JobStatus
 from elastic_aio.text import counted, error_reason, one_line
@@ -459,10 +460,7 @@ def _ended(job: RunningJob, reply: EndReply) -> str:
 
 
 def _signal_number(option: str, text: str) -> int:
-    number = parse_int(text)
     try:
-        name = text.upper()
-        full = name if name.startswith("SIG") else f"SIG{name}"
-        return signal_number(option, full if number is None else number)
+        return signal_number(option, spelled_signal(text))
     except SpecError as error:
         raise invalid_value(option, error.problem, text) from None

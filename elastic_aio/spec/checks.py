@@ -226,6 +226,11 @@ def signal_number(name: str, value: object) -> int:
     raise SpecError(name, value, "must be a signal number or a name such as 'SIGTERM'")
 
 
+def spelled_signal(text: str) -> int | str:
+    """Return what `signal_number` takes, of a text that may be `USR1` or `10` too."""
+    return parse_int(text) or f"SIG{text.upper().removeprefix('SIG')}"
+
+
 def parse_port(text: str, *, at_least: int = 1) -> int | None:
     """Return the TCP port that `text` writes in ASCII digits; None if it is no such number."""
     is_number = text.isascii() and text.isdecimal() and len(text) <= 5

@@ -12,8 +12,8 @@ from elastic_aio.spec.checks import (
     Seconds,
     check_number,
     checked_items,
-    parse_int,
     signal_number,
+    spelled_signal,
 )
 from elastic_aio.spec.fields import Converted, SpecValue, field
 
@@ -162,7 +162,7 @@ def _signals(name: str, value: object) -> frozenset[int]:
 
 def _signal(name: str, value: object) -> int:
     if isinstance(value, str):  # `USR1` and `10` too, as sbatch(1) accepts them
-        value = parse_int(value) or f"SIG{value.upper().removeprefix('SIG')}"
+        value = spelled_signal(value)
     (number,) = _signals(name, [value])
     return number
 
