@@ -165,7 +165,7 @@ def _open_by_pid(pid: int, path: str) -> int:
     if not pid or proc.is_foreign():
         return -1
     if (process := proc.read_process(pid)) is not None:
-        age = (proc.ticks_now() - process.start) / os.sysconf("SC_CLK_TCK")
+        age = proc.seconds_since(process.start)
         is_younger = age + _CLOCK_S < time.time() - os.lstat(path).st_mtime
         if not is_younger and (pidfd := proc.open_pidfd(process)) is not None:
             return pidfd
