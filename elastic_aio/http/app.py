@@ -75,7 +75,6 @@ def status_app(job: ViewedJob, *, keep_alive: float = 15.0) -> Starlette:
         job: an `Agent`; it may be started later.
         keep_alive: seconds without an event after which a stream of events has a comment.
     """
-
     return JobPages(job, keep_alive=keep_alive).app
 
 
@@ -179,8 +178,9 @@ class JobPages:
         return self.known(usage=usage)
 
     async def _health(self, _: Request) -> Response:
-        phase = (await self.ask(usage=False)).phase
-        return answer(f"{phase}\n", 503 if phase in ("failed", "stopped", "preempted") else 200)
+        status = await self.ask(usage=False)
+        goes_on = not status.has_ended or status.phase == "succeeded"
+        return answer(f"{status.phase}\n", 200 if goes_on else 503)
 
     async def _readiness(self, _: Request) -> Response:
         status = await self.ask(usage=False)
