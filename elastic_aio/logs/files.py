@@ -122,11 +122,7 @@ class RunDirectory:
     def is_in_use(self) -> bool | None:
         """Whether the run of this directory goes on; None if it has no lock of this user's."""
         with suppress(OSError), _open_lock(str(self.path)) as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                return True
-            return False
+            return _is_held(lock)
         return None
 
     def note_job(self, job: str) -> None:
@@ -279,7 +275,7 @@ class RunDirectory:
             with suppress(OSError), _open_lock(path) as lock:  # or it is no directory of ours
                 job = os.read(lock, _JOB_MAX).decode(errors="replace") or path
                 runs[job].append((os.fstat(lock).st_mtime, path))
-                if RunDirectory(path).is_in_use():
+                if _is_held(lock):
                     kept.add(job)
         ended = sorted((max(found), found) for job, found in runs.items() if job not in kept)
         for _, found in ended[: max(0, len(ended) - keep + 1)]:
@@ -328,6 +324,15 @@ class RunDirectory:
         if not entry.is_file(follow_symlinks=False):
             return False
         return is_temporary(entry.name) or (self._is_temporary and not entry.stat().st_size)
+
+
+def _is_held(lock: int) -> bool:
+    """Whether a process has locked the lock file of a run, which this one has opened."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    return False
 
 
 @contextmanager
