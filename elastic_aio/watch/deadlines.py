@@ -151,6 +151,7 @@ class DeadlineTable:
         self.agreed_change = -1  # the last pending change to which all running workers agree
         self.has_progress = False  # whether a worker has reported a step in this attempt
         self.exclusion = ""  # the first reason of a worker to exclude the node
+        self.excluded_by = -1  # the local rank of that worker
         self.peers_finished = 0  # workers of other nodes that have finished, as far as is known
         self.is_stopping = False  # then only the deadlines of timers count
         self._spec = spec
@@ -197,6 +198,8 @@ class DeadlineTable:
         for line in lines[:_LINES_MAX]:
             key, _, value = line.partition(b"=")
             self._read(report, key, value.decode("utf-8", "replace"), now)
+        if self.exclusion and self.excluded_by < 0:
+            self.excluded_by = local_rank
         return report.ready_at is not None and not was_ready
 
     def _read(self, report: WorkerReport, key: bytes, text: str, now: float) -> None:

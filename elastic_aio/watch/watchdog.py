@@ -93,7 +93,7 @@ class Watchdog:
         self._has_reported_rejected = False
         self._workers: Mapping[int, WatchedWorker] = {}
         self._attempt = 0
-        self._agreed_change = -1
+        self._agreed_change, self._has_excluded = -1, False
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = 0.0
         self._is_reading = False
@@ -117,7 +117,7 @@ class Watchdog:
         self._attempt, self._workers = attempt, workers
         self._missed.clear()
         self._table = self._make_table()
-        self._agreed_change = -1
+        self._agreed_change, self._has_excluded = -1, False
         self._requests.forget()
         if self.pipe is not None:
             self.pipe.forget()
@@ -147,20 +147,26 @@ class Watchdog:
         worker.report = self._table.workers.get(worker.ranks.local_rank)
         if worker.report is not None and worker.report.ready_at is not None:
             self._report_ready(worker)
+        self._note_exclusion()
 
     def on_message(self, local_rank: int, message: bytes) -> None:
-        had_progress, was_excluded = self._table.has_progress, self._table.exclusion
+        had_progress = self._table.has_progress
         has_become_ready = self._table.feed(local_rank, message, self._clock.now())
-        worker = self._workers.get(local_rank)
         if self._table.has_progress and not had_progress:
             self._on_progress(self._attempt)
-        if self._table.exclusion and not was_excluded:
-            who = f"rank {worker.ranks.rank}" if worker else f"local rank {local_rank}"
-            self._on_excluded(self._attempt, f"{who}: {self._table.exclusion}")
-        if has_become_ready and worker is not None:
+        self._note_exclusion()
+        if has_become_ready and (worker := self._workers.get(local_rank)) is not None:
             self._report_ready(worker)
         self._set_alarm(self._table.deadline_of(local_rank))
         self._note_agreement()
+
+    def _note_exclusion(self) -> None:
+        """Pass the first exclusion on, once the start of its worker is known."""
+        if self._has_excluded or not self._table.exclusion:
+            return
+        if (worker := self._workers.get(self._table.excluded_by)) is not None:
+            self._has_excluded = True
+            self._on_excluded(self._attempt, f"rank {worker.ranks.rank}: {self._table.exclusion}")
 
     def on_exited(self, local_rank: int, *, is_success: bool) -> None:
         if self._table.remove(local_rank, self._clock.now(), is_success=is_success):

@@ -488,14 +488,17 @@ async def test_a_message_that_comes_before_the_start_is_known() -> None:
     liveness = liveness_of(LivenessSpec(), events.append)
     records: dict[int, Any] = {}
     liveness.begin_attempt(0, records)
+    excluded: list[str] = []
+    liveness.on_excluded = lambda attempt, why: excluded.append(why)
     with liveness.open_worker(0) as descriptor:
-        os.write(descriptor, b"READY=1")
+        os.write(descriptor, b"READY=1\nEXCLUDE=bad GPU")
     await asyncio.sleep(0.01)
     ranks = SimpleNamespace(rank=5, local_rank=0)
     records[0] = SimpleNamespace(ranks=ranks, pid=7, started_at=0.0, is_running=True, report=None)
     assert events == []
     liveness.on_started(records[0])
     assert ready_ranks(events) == [5]
+    assert excluded == ["rank 5: bad GPU"]
     await liveness.aclose()
 
 
