@@ -39,7 +39,7 @@ def resolve_nproc(spec: LaunchSpec) -> int:
     wanted = spec.nproc_per_node
     if not isinstance(wanted, int):
         wanted = _count(wanted, spec)
-    spec.logs.check_with(wanted)
+    spec.check_workers(wanted)
     if spec.virtual_local_rank:
         device_env(spec, wanted - 1)
     return wanted

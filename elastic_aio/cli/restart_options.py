@@ -29,15 +29,17 @@ def restart_fields(values: Values) -> dict[str, Any]:
     is_unlimited = text == "unlimited"
     maximum = UNLIMITED if is_unlimited else parse_number("--max-restarts", text, unit=unit)
     for name in ("healthy_after", "restart_delay", "restart_window", "restart_on"):
-        if values[name] is not None and not maximum:
+        if values[name] is not None and not maximum and values["restart"] != "always":
             problem = "has no effect unless --max-restarts is at least 1"
             raise invalid_value(f"--{name.replace('_', '-')}", problem, values[name])
+    # Of independent workers, the window limits the restarts of all.
+    is_limited = values["restart"] != "always" and values["restart_scope"] in (None, "group")
     settings: dict[str, Any] = {}
     if values["torchrun_defaults"]:
         settings |= TORCHRUN_DEFAULTS["restart"]
     forms: dict[str, Callable[[str, str], Any]] = {
         "restart_delay": _backoff,
-        "restart_window": partial(_window, maximum),
+        "restart_window": partial(_window, maximum if is_limited else UNLIMITED),
         "restart_on": _codes,
         "never_on": _codes,
     }

@@ -33,8 +33,9 @@ from elastic_aio.spec.fields import Converted, SpecValue, field
 from elastic_aio.spec.liveness import LivenessSpec
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.spec.rendezvous import STATIC_PORT, RendezvousSpec
-from elastic_aio.spec.restart import UNLIMITED, RestartPolicy
+from elastic_aio.spec.restart import RESTART_WHEN, UNLIMITED, RestartPolicy, RestartWhen
 from elastic_aio.spec.stop import PreemptionSpec, StopPlan
+from elastic_aio.text import counted
 from elastic_aio.value import Value
 
 StartMethod = Literal["spawn", "fork", "forkserver"]
@@ -140,10 +141,10 @@ def _argv(value: Sequence[object]) -> tuple[str, ...]:
     return argv
 
 
-def _arguments(entrypoint: object, args: Sequence[object]) -> tuple[Any, ...]:
+def _arguments(name: str, entrypoint: object, args: Sequence[object]) -> tuple[Any, ...]:
     if isinstance(entrypoint, Function):
         return tuple(args)
-    return tuple(_argument("args", item) for item in args)
+    return tuple(_argument(name, item) for item in args)
 
 
 def _argument(name: str, value: object) -> str:
@@ -178,7 +179,7 @@ def _nodes(_: str, value: object) -> NodeRange:
     return NodeRange.parse(value)
 
 
-def _max_restarts(name: str, value: object) -> int:
+def checked_max_restarts(name: str, value: object) -> int:
     return UNLIMITED if value == "unlimited" else checked_integer(name, value, at_least=0)
 
 
@@ -188,6 +189,23 @@ def _env(name: str, value: object) -> Mapping[str, str]:
         if not variable or "=" in variable:
             raise SpecError(name, variable, "must hold names without '=' or NUL")
     return env
+
+
+def _worker_env(name: str, value: object) -> tuple[Mapping[str, str], ...]:
+    items = enumerate(checked_items(name, value))
+    return tuple(_env(f"{name}[{rank}]", item) for rank, item in items)
+
+
+def _worker_args(name: str, value: object) -> tuple[tuple[Any, ...], ...]:
+    items = enumerate(checked_items(name, value))
+    return tuple(tuple(checked_items(f"{name}[{rank}]", item)) for rank, item in items)
+
+
+class _Restart(Part, frozen=True):
+    def __call__(self, name: str, value: object) -> Any:
+        if isinstance(value, str):
+            return RestartPolicy(when=OneOf(RESTART_WHEN)(name, value))
+        return super().__call__(name, value)
 
 
 def _preload(name: str, value: object) -> tuple[str, ...]:
@@ -254,7 +272,7 @@ class LaunchSpec(SpecValue, prefix=""):
     """Nodes of the job: N, "MIN:MAX" or a pair."""
     max_restarts: Converted[int, int | Literal["unlimited"]] = field(
         default=0,
-        check=_max_restarts,
+        check=checked_max_restarts,
         alike=True,
         option="--max-restarts N",
         help="restarts of the group after failures: a number, or 'unlimited' (default 0)",
@@ -265,6 +283,14 @@ class LaunchSpec(SpecValue, prefix=""):
     )
     """Variables set in every worker, over the inherited environment.  The launcher's own (RANK,
     MASTER_PORT, ...) cannot be replaced."""
+    worker_args: Converted[tuple[tuple[Any, ...], ...], Iterable[Iterable[object]]] = field(
+        default=(), check=_worker_args
+    )
+    """Further arguments of each worker, by local rank: they follow `args`; empty for none."""
+    worker_env: Converted[tuple[Mapping[str, str], ...], Iterable[Mapping[str, str]]] = field(
+        default=(), check=_worker_env
+    )
+    """Further variables of each worker, by local rank, over `env`; empty for none."""
     cwd: Converted[str | None, str | PathLike[str] | None] = field(default=None, check=checked_path)
     """Working directory of the workers; None inherits."""
     role: str = field(
@@ -276,8 +302,11 @@ class LaunchSpec(SpecValue, prefix=""):
     """Name of these workers, for line prefixes and `ROLE_NAME`."""
     logs: Converted[LogSpec, LogSpec | None] = field(default=LogSpec())
     """Where the output of the workers goes."""
-    restart: Converted[RestartPolicy, RestartPolicy | None] = field(default=RestartPolicy())
-    """Which failures are followed by another attempt, and after which delay."""
+    restart: Converted[RestartPolicy, RestartPolicy | RestartWhen | None] = field(
+        default=RestartPolicy(), check=_Restart(RestartPolicy)
+    )
+    """Which failures are followed by another attempt, and after which delay; also given as the word
+    of `RestartPolicy.when`."""
     stop: Converted[StopPlan, StopPlan | None] = field(
         default=StopPlan(), check=Part(StopPlan, ", such as StopPlan.within(10)")
     )
@@ -375,7 +404,12 @@ class LaunchSpec(SpecValue, prefix=""):
     """How many past events are kept for late readers."""
 
     def _check(self) -> None:
-        self._set(args=_arguments(self.entrypoint, self.args))
+        self._set(
+            args=_arguments("args", self.entrypoint, self.args),
+            worker_args=tuple(
+                _arguments("worker_args", self.entrypoint, args) for args in self.worker_args
+            ),
+        )
         if self.run_id is None and self.nnodes.maximum > 1:
             self._set(run_id="none")
         if self.preload and self.start_method != "forkserver":
@@ -383,7 +417,15 @@ class LaunchSpec(SpecValue, prefix=""):
         self.restart.check_with(self.max_restarts)
         self._check_rendezvous()
         if isinstance(self.nproc_per_node, int):
-            self.logs.check_with(self.nproc_per_node)
+            self.check_workers(self.nproc_per_node)
+
+    def check_workers(self, nproc: int) -> None:
+        """Raise `SpecError` for settings of single workers that do not fit so many on this node."""
+        self.logs.check_with(nproc)
+        for name in ("worker_args", "worker_env"):
+            if (items := getattr(self, name)) and len(items) != nproc:
+                problem = f"must have an item for each of the {counted(nproc, 'worker')}"
+                raise SpecError(name, list(items), problem)
 
     def _check_rendezvous(self) -> None:
         if self.nnodes.maximum == 1:
@@ -391,6 +433,12 @@ class LaunchSpec(SpecValue, prefix=""):
                 problem = "needs a job of several nodes: another node has to take over"
                 raise SpecError("rendezvous.health_check", command, problem)
             return
+        if self.restart.scope != "group":
+            problem = "must be 'group' with several nodes, whose ranks share a world and a store"
+            raise SpecError("restart.scope", self.restart.scope, problem)
+        if self.restart.when == "always":
+            problem = "must not be 'always' with several nodes, which end a run together"
+            raise SpecError("restart.when", self.restart.when, problem)
         self.rendezvous.check_with(self.nnodes.maximum)
         if self.rendezvous.backend == "static" and self.nnodes.minimum < self.nnodes.maximum:
             problem = "must be one number with the backend 'static', which waits for all nodes"

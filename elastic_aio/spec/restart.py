@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from enum import Enum
-from typing import Annotated, Final, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 from msgspec import Struct
@@ -14,6 +14,7 @@ from elastic_aio.errors import SpecError
 from elastic_aio.outcome import Failure
 from elastic_aio.spec.checks import (
     MAX_NUMBER,
+    OneOf,
     Seconds,
     Whole,
     check_number,
@@ -72,6 +73,14 @@ class Backoff(Value, frozen=True, kw_only=True):
             total += ceiling
         return share * total
 
+
+RestartScope = Literal["group", "worker", "rest"]
+"""Which workers are restarted together: all of a group; the worker itself; it and those after."""
+
+RestartWhen = Literal["on-failure", "always", "never"]
+"""The ends that are followed by a restart, in Docker's and systemd's words."""
+
+RESTART_WHEN: Final = ("on-failure", "always", "never")
 
 UNLIMITED: Final = MAX_NUMBER
 """The `max_restarts` of a job without a limit."""
@@ -163,7 +172,7 @@ def _codes(name: str, value: object) -> frozenset[int]:
     return frozenset(codes)
 
 
-def _window(name: str, value: object) -> RestartWindow:
+def checked_window(name: str, value: object) -> RestartWindow:
     window = (
         value if isinstance(value, RestartWindow) else RestartWindow(*checked_pair(name, value))
     )
@@ -209,6 +218,25 @@ def _checked_losses(name: str, losses: object) -> NodeLosses:
 class RestartPolicy(SpecValue, prefix="restart.", alike=True):
     """Which failures are followed by another attempt, and after which delay."""
 
+    scope: RestartScope = field(
+        default="group",
+        check=OneOf(("group", "worker", "rest")),
+        own_option="--restart-scope SCOPE",
+        help="workers that a restart starts again: 'group', all; 'worker', the worker that failed;"
+        " 'rest', that and those with higher ranks; the latter two need one node (default 'group')",
+    )
+    """Which workers are restarted with a worker that fails: "group", all; "worker", no other;
+    "rest", those with higher ranks.  In the latter two cases the workers are independent: each has
+    its own attempts and restarts, and none has a store."""
+    when: RestartWhen = field(
+        default="on-failure",
+        check=OneOf(RESTART_WHEN),
+        own_option="--restart WHEN",
+        help="ends that are followed by a restart: 'on-failure' (up to --max-restarts), 'always'"
+        " (successes too, without that limit) or 'never' (default 'on-failure')",
+    )
+    """Which ends are followed by a restart: "on-failure", failures, up to `max_restarts`; "always",
+    each that was not requested, whatever `max_restarts` says; "never", none."""
     backoff: Backoff | None = field(
         default=DEFAULT_BACKOFF,
         check=optional(_checked_backoff),
@@ -229,7 +257,7 @@ class RestartPolicy(SpecValue, prefix="restart.", alike=True):
     """An attempt that ran this many seconds returns the restarts used so far; None never does."""
     window: Converted[RestartWindow | None, RestartWindow | tuple[int, float] | None] = field(
         default=None,
-        check=_window,
+        check=checked_window,
         own_option="--restart-window N:SECONDS",
         help="at most N restarts within any SECONDS; a further failure ends the job (default: no"
         " limit)",
@@ -296,7 +324,19 @@ class RestartPolicy(SpecValue, prefix="restart.", alike=True):
 
     def check_with(self, max_restarts: int) -> None:
         """Raise `SpecError` for settings without an effect under `max_restarts`."""
-        if self.window and max_restarts < self.window.count:
+        if self.when == "never" and max_restarts:
+            raise SpecError("max_restarts", max_restarts, "must be 0 with restart 'never'")
+        if self.when == "always":
+            max_restarts = UNLIMITED
+            if self.restart_on is not None:
+                problem = "has no effect with restart 'always'"
+                raise SpecError("restart.restart_on", sorted(self.restart_on), problem)
+        if self.decide is not None and (self.when == "always" or self.scope == "rest"):
+            which = "restart 'always'" if self.when == "always" else "scope 'rest'"
+            raise SpecError("restart.decide", self.decide, f"has no effect with {which}")
+        # Of independent workers, the window limits the restarts of all, and `max_restarts` of each.
+        is_shared = self.scope != "group" and max_restarts > 0
+        if self.window and not is_shared and max_restarts < self.window.count:
             problem = (
                 f"cannot be exhausted with max_restarts={max_restarts};"
                 " its count must be at most max_restarts"

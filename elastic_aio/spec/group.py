@@ -1,0 +1,286 @@
+"""A group of jobs that are supervised together: `GroupSpec`; and independent workers as such."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+from elastic_aio.errors import SpecError
+from elastic_aio.spec.checks import (
+    OneOf,
+    Whole,
+    checked_integer,
+    checked_items,
+    checked_name,
+    checked_text,
+    optional,
+)
+from elastic_aio.spec.fields import Converted, SpecValue, field
+from elastic_aio.spec.job import LaunchSpec, checked_max_restarts
+from elastic_aio.spec.logs import LogSpec
+from elastic_aio.spec.restart import (
+    RESTART_WHEN,
+    RestartPolicy,
+    RestartWhen,
+    RestartWindow,
+    checked_window,
+)
+from elastic_aio.spec.stop import PreemptionSpec
+from elastic_aio.text import did_you_mean
+
+Strategy = Literal["one_for_one", "rest_for_one", "one_for_all"]
+
+DEFAULT_WINDOW: Final = RestartWindow(5, 10.0)
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
+# The directory of a run has these, and a directory for each child.
+_NOT_NAMES: Final = re.compile(r"attempt_\d+|.*\.(json|jsonl|log)")
+
+
+def _children(name: str, value: object) -> Mapping[str, AnySpec]:
+    if not isinstance(value, Mapping):
+        raise SpecError(name, value, "must be a mapping of names to specs")
+    if not value:
+        raise SpecError(name, {}, "must name a child")
+    for child, spec in value.items():
+        is_name = isinstance(child, str) and _NAME.fullmatch(child)
+        is_alone = child == "" and len(value) == 1  # a job that needs a supervisor for itself
+        if not (is_name or is_alone) or _NOT_NAMES.fullmatch(child):
+            problem = (
+                "must have names of letters, digits, '_', '-' and '.', which are no file names"
+            )
+            raise SpecError(name, child, problem)
+        if not isinstance(spec, (LaunchSpec, GroupSpec)):
+            raise SpecError(f"{name}[{child!r}]", spec, "must be a LaunchSpec or a GroupSpec")
+    return MappingProxyType(dict(value))
+
+
+def _names(name: str, value: object) -> tuple[str, ...]:
+    return tuple(checked_text(name, item) for item in checked_items(name, value))
+
+
+def _after(name: str, value: object) -> Mapping[str, tuple[str, ...]]:
+    if not isinstance(value, Mapping):
+        raise SpecError(name, value, "must be a mapping of names to lists of names")
+    return MappingProxyType({one: _names(f"{name}[{one!r}]", value[one]) for one in value})
+
+
+class GroupSpec(SpecValue, prefix=""):
+    """Jobs that are supervised together, each by its name; they may be groups themselves.
+
+    Raises:
+        SpecError: one line naming the field, the problem and the value.
+    """
+
+    children: Converted[Mapping[str, AnySpec], Mapping[str, AnySpec]] = field(
+        check=_children, kw_only=False
+    )
+    """The specs by name, in their order.  Names have letters, digits, `_`, `-` and `.`."""
+    strategy: Strategy = field(
+        default="one_for_one", check=OneOf(("one_for_one", "rest_for_one", "one_for_all"))
+    )
+    """Who is restarted with a child that is: "one_for_one": no other child; "rest_for_one": those
+    that come after it in the order, in which each is started after the last; "one_for_all": all."""
+    after: Converted[Mapping[str, tuple[str, ...]], Mapping[str, Iterable[str]]] = field(
+        default=MappingProxyType({}), check=_after
+    )
+    """By name, the children that a child is started after, once they are ready (started, if they
+    have no `ready`), and stopped before."""
+    essential: Converted[tuple[str, ...] | None, Iterable[str] | None] = field(
+        default=None, check=_names
+    )
+    """The children whose failure fails the group; None: all.  The end of another child is reported
+    and ends nothing; it is stopped when all of these have ended."""
+    ends_with: str | None = field(default=None, check=checked_name)
+    """The child that ends the group by its end, with its outcome; it is essential."""
+    window: Converted[RestartWindow | None, RestartWindow | tuple[int, float] | None] = field(
+        default=DEFAULT_WINDOW, check=optional(checked_window)
+    )
+    """At most `count` restarts of children in `seconds`; a further one fails the group.  None for
+    no limit."""
+    restart: RestartWhen = field(default="on-failure", check=OneOf(RESTART_WHEN))
+    """After which ends the group as a whole is started again, up to `max_restarts` times."""
+    max_restarts: Converted[int, int | Literal["unlimited"]] = field(
+        default=0, check=checked_max_restarts
+    )
+    """How many failures of the group as a whole may be followed by another start of it."""
+    logs: Converted[LogSpec, LogSpec | None] = field(default=LogSpec())
+    """Where the output goes; of the whole job, only that of the outermost group counts."""
+    preemption: Converted[PreemptionSpec, PreemptionSpec | None] = field(default=PreemptionSpec())
+    """What gives notice of a preemption to all children; that of the outermost group counts."""
+    run_id: str | None = field(default=None, check=checked_name)
+    """Name of the run; None is a random id.  Only that of the outermost group counts."""
+    event_history: int = field(default=10_000, check=Whole(at_least=1))
+    """How many past events are kept for late readers."""
+
+    def _check(self) -> None:
+        self._check_names()
+        if self.restart == "never" and self.max_restarts:
+            raise SpecError("max_restarts", self.max_restarts, "must be 0 with restart 'never'")
+        self._set(_order=_ordered(self.children, self.after))
+        for name, child in self.children.items():
+            self._check_child(name, child)
+
+    def _check_names(self) -> None:
+        found = [("after", one) for one in self.after]
+        found += [(f"after[{name!r}]", one) for name, names in self.after.items() for one in names]
+        found += [("essential", one) for one in self.essential or ()]
+        found += [("ends_with", self.ends_with)] if self.ends_with is not None else []
+        for where, name in found:
+            if name not in self.children:
+                raise SpecError(
+                    where, name, f"must name a child{did_you_mean(name, self.children)}"
+                )
+        if self.essential is not None and self.ends_with not in (None, *self.essential):
+            problem = f"must have {self.ends_with!r}, which the group ends with"
+            raise SpecError("essential", list(self.essential), problem)
+
+    def _check_child(self, name: str, child: AnySpec) -> None:
+        where = f"children[{name!r}]"
+        if child.run_id not in (None, "none"):
+            problem = "must not be set: a child has the id of its job, and its name"
+            raise SpecError(f"{where}.run_id", child.run_id, problem)
+        if isinstance(child, GroupSpec) or self.strategy == "one_for_one":
+            return
+        if child.nnodes.maximum > 1:
+            problem = f"must be 1 with strategy {self.strategy!r}: other nodes restart no child"
+            raise SpecError(f"{where}.nnodes", str(child.nnodes), problem)
+        if child.restart.decide is not None:
+            problem = f"has no effect with strategy {self.strategy!r}"
+            raise SpecError(f"{where}.restart.decide", child.restart.decide, problem)
+
+    @classmethod
+    def replicas(
+        cls,
+        spec: AnySpec,
+        number: int,
+        *,
+        essential: bool = True,
+        window: RestartWindow | tuple[int, float] | None = DEFAULT_WINDOW,
+    ) -> GroupSpec:
+        """Return a group of so many equal children "0", "1", ..., each with a store of its own.
+
+        Unless they are `essential`, the failure of a replica ends no other one.
+        """
+        checked_integer("replicas", number, at_least=1)
+        children = {str(rank): spec for rank in range(number)}
+        return cls(children, essential=None if essential else (), window=window)
+
+    @property
+    def replica(self) -> AnySpec | None:
+        """The spec of every child, if the children are equal and named as `replicas` does."""
+        specs = [*self.children.values()]
+        is_numbered = [*self.children] == [str(rank) for rank in range(len(specs))]
+        is_equal = is_numbered and not self.after and all(one == specs[0] for one in specs)
+        return specs[0] if is_equal else None
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The names so that each comes after those that it is `after`; else as in `children`."""
+        found: tuple[str, ...] = self.__dict__["_order"]
+        return found
+
+    def is_essential(self, name: str) -> bool:
+        """Return whether the failure of a child fails the group."""
+        return self.essential is None or name in self.essential
+
+    @property
+    def name(self) -> str:
+        """A short name of what runs: the names of the children."""
+        return ", ".join(self.children)
+
+    def leaves(self, path: str = "") -> Iterator[tuple[str, LaunchSpec]]:
+        """Yield the path and the spec of each child that is no group, in their order."""
+        for name, child in self.children.items():
+            below = f"{path}/{name}" if path else name
+            if isinstance(child, GroupSpec):
+                yield from child.leaves(below)
+            else:
+                yield below, child
+
+    if TYPE_CHECKING:
+
+        @property
+        def replace(self) -> type[_Group]: ...
+
+
+AnySpec: TypeAlias = LaunchSpec | GroupSpec
+
+if TYPE_CHECKING:
+
+    class _Group(GroupSpec):
+        children: Converted[Mapping[str, AnySpec], Mapping[str, AnySpec]] = field(default={})
+
+
+def _ordered(
+    children: Mapping[str, AnySpec], after: Mapping[str, tuple[str, ...]]
+) -> tuple[str, ...]:
+    """Return the names in their order, each after those that it is `after`; SpecError: a cycle."""
+    found: dict[str, None] = {}
+    while left := [name for name in children if name not in found]:
+        for name in left:
+            if found.keys() >= {*after.get(name, ())}:
+                found[name] = None
+        if len(found) + len(left) == len(children):
+            raise SpecError("after", _cycle(left[0], found, after), "must have no cycle")
+    return tuple(found)
+
+
+def _cycle(name: str, found: Container[str], after: Mapping[str, tuple[str, ...]]) -> str:
+    path = [name]
+    while True:
+        name = next(one for one in after[path[-1]] if one not in found)
+        if name in path:
+            return " -> ".join([*path[path.index(name) :], name])
+        path.append(name)
+
+
+def is_supervised(spec: AnySpec) -> bool:
+    """Return whether a job needs a supervisor: a group, independent workers, "always"."""
+    if isinstance(spec, GroupSpec):
+        return True
+    return spec.restart.scope != "group" or spec.restart.when == "always"
+
+
+def outermost_group(spec: AnySpec) -> AnySpec:
+    """Return what the outermost supervisor of a job is made for; see `is_supervised`.
+
+    A job that is started again as a whole is the only child of a group, without a name.
+    """
+    has_children = isinstance(spec, GroupSpec) or spec.restart.scope != "group"
+    if has_children and not (isinstance(spec, GroupSpec) and is_restarted(spec)):
+        return spec
+    return GroupSpec(
+        {"": spec.replace(run_id=None)},
+        window=None,
+        logs=spec.logs,
+        preemption=spec.preemption,
+        run_id=spec.run_id,
+        event_history=spec.event_history,
+    )
+
+
+def is_restarted(group: GroupSpec) -> bool:
+    """Return whether a group may be started again as a whole."""
+    return group.restart == "always" or group.max_restarts > 0
+
+
+def workers_as_group(spec: LaunchSpec, nproc: int) -> GroupSpec:
+    """Return the independent workers of a spec as children "0", "1", ....
+
+    Each is a gang of the worker with this rank, without a store; `nproc` is their number.
+    """
+    policy = spec.restart.replace(scope="group", window=None)
+    worker = spec.replace(nproc_per_node=nproc, restart=policy, host_store=False, run_id=None)
+    return GroupSpec(
+        {str(rank): worker for rank in range(nproc)},
+        strategy="rest_for_one" if spec.restart.scope == "rest" else "one_for_one",
+        window=spec.restart.window,
+    )
+
+
+def restarted_by_supervisor(spec: LaunchSpec) -> LaunchSpec:
+    """Return a leaf that does not restart itself: its supervisor does."""
+    return spec.replace(max_restarts=0, restart=RestartPolicy(exclude_for=spec.restart.exclude_for))
