@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from elastic_aio.rendezvous.event_stream import JobEvents as JobEvents
     from elastic_aio.rendezvous.event_stream import follow_job as follow_job
     from elastic_aio.report import format_failure as format_failure
+    from elastic_aio.spec.group import GroupSpec as GroupSpec
     from elastic_aio.spec.job import Command as Command
     from elastic_aio.spec.job import Function as Function
     from elastic_aio.spec.job import LaunchSpec as LaunchSpec
@@ -125,6 +126,7 @@ else:
             "elastic_aio.launcher": "launch run",
             "elastic_aio.outcome": "AttemptResult ExitStatus Failure LaunchResult WorkerResult",
             "elastic_aio.rendezvous.event_stream": "follow_job",
+            "elastic_aio.spec.group": "GroupSpec",
             "elastic_aio.spec.job": "Command Function LaunchSpec Module Script",
             "elastic_aio.spec.liveness": "LivenessSpec",
             "elastic_aio.spec.logs": "LogSpec",

@@ -71,8 +71,8 @@ class _Head(msgspec.Struct):
 @functools.cache
 def _decoder() -> msgspec.json.Decoder[Any]:
     # Built on first use: a launcher only encodes, and the union takes milliseconds to build.
-    from elastic_aio import node_events
+    from elastic_aio import child_events, node_events
 
-    ours = events.__name__, node_events.__name__
+    ours = events.__name__, node_events.__name__, child_events.__name__
     kinds = [kind for kind in Event.__subclasses__() if kind.__module__ in ours]
     return msgspec.json.Decoder(functools.reduce(operator.or_, kinds))

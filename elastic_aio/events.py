@@ -1,6 +1,7 @@
 """Every event of a run: a frozen value with one sentence, and one effect on the status.
 
-The events of nodes are in `node_events`, which a job of one node does not load.
+The events of nodes are in `node_events`, which a job of one node does not load, and those of a
+supervisor in `child_events`.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from elastic_aio.status import JobStatus, Level, StatusTracker, WorkerStatus
 from elastic_aio.text import counted, format_duration, one_line
 
 if TYPE_CHECKING:
+    from elastic_aio.child_events import *  # noqa: F403
     from elastic_aio.node_events import *  # noqa: F403  # all that it defines
 else:
 
     def __getattr__(name: str) -> object:
         if name.startswith("_") and name != "__all__":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from elastic_aio import node_events  # noqa: F401  # a job of one node has none
+        from elastic_aio import child_events, node_events  # noqa: F401  # few jobs have them
 
         kinds = (Event, WorkerActivity, *Event.__subclasses__())
         public = {kind.__name__: kind for kind in kinds if kind.__module__ in _HOMES}
@@ -44,7 +46,12 @@ else:
         return __getattr__("__all__")
 
 
-_HOMES: Final = (__name__, "elastic_aio.node_events", "elastic_aio.status")
+_HOMES: Final = (
+    __name__,
+    "elastic_aio.child_events",
+    "elastic_aio.node_events",
+    "elastic_aio.status",
+)
 _SHOWN_MAX = 8  # pids or ranks in a sentence
 _LEFTOVERS_SHOWN = 5
 

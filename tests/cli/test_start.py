@@ -44,6 +44,7 @@ logs.line_filter logs.reader logs.trimmer multiprocessing node_events process.ca
 process.forkserver process.lost_jobs record recorder rendezvous spec.rdzv_conf spec.torchrun stacks
 store.client store.server store.tls torch_events torch_logs torch_variables watch watch.forensics
 worker.bootstrap worker.membership worker.notify worker.recorder worker.scripts worker.timers
+agent.supervisor child_events spec.group
 """
 
 STANDARD = """

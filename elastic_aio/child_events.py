@@ -1,0 +1,92 @@
+"""The events of a supervisor about its children, which a job of one group does not load.
+
+`child` is the path of the child, or of the supervisor itself.
+"""
+
+from __future__ import annotations
+
+from elastic_aio.outcome import JobState
+from elastic_aio.status import Event, Level, StatusTracker
+from elastic_aio.text import counted
+
+
+class ChildRestarting(Event, frozen=True, kw_only=True):
+    """A child is started again by its supervisor, as `why` says."""
+
+    why: str
+    delay: float
+    """Seconds until its start, at the earliest: the children before it may have to be ready."""
+    restarts: int
+    """Restarts of the child so far, this restart included unless it was requested."""
+
+    @property
+    def countdown(self) -> tuple[str, float | None, str]:
+        return "restarting, ", self.delay, " left"
+
+    def _change(self, status: StatusTracker) -> None:
+        status.restarts = self.restarts
+        status.enter("restarting", self.time, self.why)
+
+    def _text(self) -> str:
+        after = f" in {self.delay:.3g} s" if self.delay else ""
+        return f"restarting{after}: {self.why}"
+
+
+class ChildFinished(Event, frozen=True, kw_only=True):
+    """A child has ended, and is not started again unless that is requested."""
+
+    state: JobState
+    why: str
+    exit_code: int
+    is_essential: bool = True
+    """Whether its failure fails the group."""
+
+    @property
+    def level(self) -> int:
+        return Level.WARNING if self.state is JobState.FAILED else Level.INFO
+
+    def _change(self, status: StatusTracker) -> None:
+        status.enter(self.state, self.time, self.why)
+
+    def _text(self) -> str:
+        code = f" (exit code {self.exit_code})" if self.exit_code else ""
+        return f"{self.state}{code}: {self.why}"
+
+
+class ReloadFailed(Event, frozen=True, kw_only=True):
+    """A worker could not be replaced because of `why`: it runs on, and no further one is replaced.
+
+    `child` is the worker.
+    """
+
+    why: str
+    replaced: int = 0
+    """How many workers were replaced before."""
+
+    def _text(self) -> str:
+        before = f", after {counted(self.replaced, 'worker')}" if self.replaced else ""
+        return f"the reload has failed{before}: {self.why}; the old worker is kept"
+
+
+class ReloadFinished(Event, frozen=True, kw_only=True):
+    """All workers of `child` run the new spec."""
+
+    replaced: int
+    """How many workers were replaced."""
+
+    _level = Level.INFO
+
+    def _text(self) -> str:
+        return f"reloaded, {counted(self.replaced, 'worker')} replaced"
+
+
+class Scaled(Event, frozen=True, kw_only=True):
+    """The number of the workers of `child` was changed."""
+
+    former: int
+    number: int
+
+    _level = Level.INFO
+
+    def _text(self) -> str:
+        return f"scaled from {self.former} to {counted(self.number, 'worker')}"
