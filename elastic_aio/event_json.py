@@ -1,7 +1,7 @@
 """The JSON form of events: one object per line.
 
 `schema` is the version of the form, `event` the name of the type; the rest are the fields.  Readers
-must ignore unknown fields.
+must ignore unknown fields.  A job without children has no `child`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ TIME_MAX = 1e11
 
 def event_to_json(event: Event) -> bytes:
     """Return an event as one JSON object, without a newline."""
-    return b'{"schema":%d,' % SCHEMA + to_json(event)[1:]
+    body = to_json(event)
+    if not event.child:
+        body = body.replace(b'"child":"",', b"", 1)
+    return b'{"schema":%d,' % SCHEMA + body[1:]
 
 
 def event_from_json(line: bytes | str) -> Event:

@@ -15,6 +15,7 @@ from elastic_aio.outcome import Goodput, ResourceUsage
 from elastic_aio.text import printable
 
 PHASES: Final = (
+    "waiting",
     "starting",
     "forming",
     "standby",
@@ -73,7 +74,8 @@ class JobStatus(Struct, frozen=True, kw_only=True):
 
     `run_id`, `node`, `role`, `entrypoint`, `max_restarts`, `agent_pid` and `log_dir` are from
     `JobStarted`; `group_rank`, `group_world_size` and `world_size` from the latest `RoundFormed`;
-    `attempt` is the latest, and `goodput` says what its time went into.
+    `attempt` is the latest, and `goodput` says what its time went into.  The children of a tree
+    have values of their own.
     """
 
     run_id: str = ""
@@ -86,8 +88,9 @@ class JobStatus(Struct, frozen=True, kw_only=True):
     seq: int = -1
     """Number of the last event that is taken into account: a cursor for `Agent.events`."""
     phase: str = "starting"
-    """One of `starting`, `forming` (waiting for nodes), `standby`, `excluded`, `running`,
-    `stopping`, `restarting`, and at the end `succeeded`, `failed`, `stopped` and `preempted`."""
+    """One of `waiting` (a child, for those that it is started after), `starting`, `forming`
+    (waiting for nodes), `standby`, `excluded`, `running`, `stopping`, `restarting`, and at the end
+    `succeeded`, `failed`, `stopped` and `preempted`."""
     since: float = 0.0
     """Unix seconds since when the job is in this phase."""
     reason: str = ""
@@ -116,6 +119,27 @@ class JobStatus(Struct, frozen=True, kw_only=True):
     goodput: Goodput = Goodput()
     workers: tuple[WorkerStatus, ...] = ()
     """The workers of this node in the latest attempt, by local rank."""
+    child: str = ""
+    """The path of this child in its tree, such as `serving/replica-3`; empty for the job itself."""
+    generation: int = 0
+    """Number of the latest start of this child, from 0."""
+    ready_since: float | None = None
+    """Unix seconds since when this child is ready; None while it is not."""
+    children: tuple[JobStatus, ...] = ()
+    """The children of a tree, in their order."""
+
+    @property
+    def leaves(self) -> tuple[JobStatus, ...]:
+        """The parts that have workers, in their order: the job itself, or what its tree ends in."""
+        below = tuple(leaf for child in self.children for leaf in child.leaves)
+        return below or (self,)
+
+    def find(self, child: str) -> JobStatus | None:
+        """Return the child of this path; the job itself for an empty path, None for no child."""
+        if child == self.child:
+            return self
+        found = (one.find(child) for one in self.children)
+        return next((one for one in found if one is not None), None)
 
     @property
     def is_ready(self) -> bool:
@@ -160,6 +184,8 @@ class Event(Struct, frozen=True, kw_only=True, tag_field="event", tag=True):
     """Identifier of the run."""
     attempt: int = 0
     """The attempt that the event is about, from 0."""
+    child: str = ""
+    """The path of the child of a tree that the event is about; empty for the job itself."""
     node: str = ""
     """Name of the host that reports the event."""
 
@@ -173,7 +199,7 @@ class Event(Struct, frozen=True, kw_only=True, tag_field="event", tag=True):
     @property
     def sentence(self) -> str:
         """What has happened, as one printable line."""
-        return printable(self._text())
+        return printable(f"{self.child}: {self._text()}" if self.child else self._text())
 
     @property
     def countdown(self) -> tuple[str, float | None, str] | None:
@@ -188,9 +214,13 @@ class Event(Struct, frozen=True, kw_only=True, tag_field="event", tag=True):
 
 
 class StatusTracker:
-    """Keeps the state of one job on this node, by the `_change` of each event, in their order."""
+    """Keeps the state of one job on this node, by the `_change` of each event, in their order.
+
+    A child of a tree has a tracker of its own in `children`, by name.
+    """
 
     def __init__(self) -> None:
+        self.children: dict[str, StatusTracker] = {}
         self.job = JobStatus(round=0)
         """Fields that change with the start of the job, and with a round."""
         self.phase = "starting"
@@ -208,7 +238,19 @@ class StatusTracker:
 
     def __call__(self, event: Event) -> None:
         self._seq = event.seq
-        event._change(self)
+        event._change(self.at(event.child) if event.child else self)
+
+    def at(self, path: str) -> StatusTracker:
+        """Return the tracker of the child at a path; it is made if it is new."""
+        tracker = self
+        for name in path.split("/"):
+            if (child := tracker.children.get(name)) is None:
+                child = tracker.children[name] = StatusTracker()
+                under = f"{tracker.job.child}/{name}" if tracker.job.child else name
+                child.job = JobStatus(run_id=self.job.run_id, child=under, round=0)
+                child.phase = "waiting"
+            tracker = child
+        return tracker
 
     @property
     def is_ready(self) -> bool:
@@ -241,6 +283,7 @@ class StatusTracker:
             elapsed=self.elapsed(now),
             goodput=self.goodput(now),
             workers=tuple(self.workers.values()),
+            children=tuple(child.status(now) for child in self.children.values()),
         )
 
     def begin(self, job: JobStatus, nproc: int, time: float) -> None:

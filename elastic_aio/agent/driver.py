@@ -18,8 +18,9 @@ import inspect
 import os
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from signal import SIGCONT, SIGSTOP
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from msgspec.structs import replace
 
-from elastic_aio.agent.event_log import EventLog
+from elastic_aio.agent.event_log import EventWriter
 from elastic_aio.agent.failures import WorkerRecord
 from elastic_aio.agent.logs import JobOutput
 from elastic_aio.agent.machine import (
@@ -72,6 +73,7 @@ from elastic_aio.aio import (
 )
 from elastic_aio.errors import HostError, SpawnError
 from elastic_aio.events import JobFinished, JobStarted, LostJobFound, SignalForwarded
+from elastic_aio.logs.streams import LoggedStreams
 from elastic_aio.outcome import (
     SIGTERM,
     AttemptResult,
@@ -86,11 +88,13 @@ from elastic_aio.process.children import ChildExit
 from elastic_aio.process.proc import ended_by_default, has_missed_sigterm
 from elastic_aio.process.tree import Survivor
 from elastic_aio.ranks import NodeSize, assign_node_ranks
+from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.restart import DECIDE_TIMEOUT, Decide, RestartAction, why_undecided
 from elastic_aio.spec.stop import StopPlan
 from elastic_aio.status import JobStatus
 
 if TYPE_CHECKING:
+    from elastic_aio.spec.group import GroupSpec
     from elastic_aio.stacks import StackDump
 
 _SHUTDOWN = "the event loop is shutting down"
@@ -139,37 +143,268 @@ class Group(Protocol):
         """Add what the workers have reported to a status."""
 
 
-class Driver:
-    """One job on this host: `done` when it is over and nothing of it is left.
+class BaseDriver(ABC):
+    """Performs the effects of a state machine; `done` when that is over and nothing of it is left.
 
-    `Agent.wait` returns `result`, or raises `error`; `outcome` is how the job ended.  `group` has
-    the workers of the present attempt.  `is_left`: the agent's block has been left; an agent that
-    was entered by hand may outlive its event loop.  `finds_lost_jobs`: the job reports those of
-    this host, soon after its workers have started, unless another job of this program has looked.
+    `Agent.wait` returns `result`, or raises `error`; `outcome` is how the job ended.  `is_left`:
+    the agent's block has been left; an agent that was entered by hand may outlive its event loop.
+    `finds_lost_jobs`: the job reports those of this host, soon after its workers have started,
+    unless another job of this program has looked.
     """
 
-    has_looked: ClassVar[bool] = False
-    """Whether a job of this program has looked for lost jobs: it reads every process."""
-
-    def __init__(self, runtime: LocalRuntime, machine: AgentMachine, event_log: EventLog) -> None:
+    def __init__(self, spec: LaunchSpec | GroupSpec, run_id: str, event_log: EventWriter) -> None:
         self._fork = ForkGuard()
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.outcome: JobOutcome | None = None
         self.result: LaunchResult | None = None
         self.error: BaseException | None = None
-        self.group: Group | None = None
         self.is_left = False
         self.finds_lost_jobs = False
-        self._runtime = runtime
-        self._machine = machine
+        self.on_shutdown: Callable[[], None] | None = None
+        """Of a child in a tree: called when the event loop shuts down, to stop all of the tree."""
+        self._spec = spec
+        self._run_id = run_id
         self._event_log = event_log
-        self._attempts: deque[AttemptResult] = deque(maxlen=_ATTEMPTS_MAX)
-        self._began = runtime.clock.now()
-        self._inputs: deque[Input] = deque()
+        self._inputs: deque[Any] = deque()
         self._is_handling = False
         self._is_broken = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._abandoned: set[asyncio.Task[Any]] = set()
+
+    # ------------------------------------------------------------- questions
+
+    @property
+    @abstractmethod
+    def runtimes(self) -> list[LocalRuntime]:
+        """The runtimes that are open: of this job, or of the leaves of a tree."""
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether this process is a fork of the process that runs the job."""
+        return self._fork.is_copy
+
+    @property
+    @abstractmethod
+    def leaves(self) -> list[Driver]:
+        """The drivers of workers: this, or those of a tree that are open."""
+
+    @abstractmethod
+    def with_reports(self, status: JobStatus) -> JobStatus:
+        """Return a status with what the workers have reported about themselves."""
+
+    @property
+    @abstractmethod
+    def logged(self) -> LoggedStreams:
+        """The log files of the workers."""
+
+    # -------------------------------------------------------------- requests
+
+    @abstractmethod
+    async def open(self) -> None:
+        """Start the job, or raise SpecError or HostError."""
+
+    @abstractmethod
+    def request_stop(
+        self, reason: str, signal: int | None = None, plan: StopPlan | None = None
+    ) -> None:
+        """End the job by its stop plan or by `plan`, which then starts with `signal`."""
+
+    @abstractmethod
+    def request_restart(self, reason: str) -> None:
+        """Replace the present attempt."""
+
+    @abstractmethod
+    def request_preemption(self, reason: str, seconds: float | None = None) -> bool:
+        """Give notice of a preemption in so many seconds, by default the spec's, but only once.
+
+        Return whether this was the first notice.
+        """
+
+    @abstractmethod
+    def kill(self, reason: str = "", stop: StopReceived | None = None) -> None:
+        """Shorten every stop to SIGKILL because of `reason`, and end the job by `stop`."""
+
+    @abstractmethod
+    async def dump(self, reason: str) -> StackDump:
+        """Read what all workers are doing."""
+
+    def forward(self, signal: int, *, is_for_all: bool) -> None:
+        """Send a signal that this process has received to the workers that handle it, or to all."""
+        for leaf in self.leaves:
+            leaf.forward(signal, is_for_all=is_for_all)
+
+    def send(self, signal: int, pid: int | None = None) -> tuple[int, ...]:
+        """Send a signal to the leader of each live worker, or to one; return their pids."""
+        return tuple(sent for leaf in self.leaves for sent in leaf.send(signal, pid))
+
+    async def suspend_while(self, wait: Callable[[], None]) -> None:
+        """Suspend all processes and deadlines of the job while `wait` blocks this process.
+
+        Cancellation: the processes continue, as after an exception of `wait`, or an OSError for
+        lack of descriptors to find them.
+        """
+        runtimes, began = self.runtimes, time.monotonic()
+        try:
+            for runtime in runtimes:
+                await runtime.tree.signal_all(SIGSTOP)
+            began = time.monotonic()
+            wait()
+        finally:
+            self._skip(time.monotonic() - began)
+            for runtime in runtimes:
+                await run_shielded(partial(runtime.tree.signal_all, SIGCONT))
+
+    def _skip(self, seconds: float) -> None:
+        """Leave out the last `seconds` of all deadlines: the job was suspended."""
+        for runtime in self.runtimes:
+            runtime.clock.skip(seconds)
+
+    # --------------------------------------------------------------- its life
+
+    def _begin(self, start: object) -> None:
+        """Hand in the first input, and keep the event loop until the job is over."""
+        if self.on_shutdown is None:  # else what keeps the tree does
+            separate_in_forks(self.done)
+            keeper = create_task(self._keep(), name=f"end of run {self._run_id}")
+            self._tasks.add(keeper)
+            keeper.add_done_callback(self._tasks.discard)
+        self.receive(start)
+
+    async def _keep(self) -> None:
+        """Keep an event loop that shuts down until the job is over: no caller may wait for that."""
+        try:
+            await asyncio.wait([self.done])
+        except asyncio.CancelledError:
+            if self.is_copy:
+                raise
+            self.request_stop(_SHUTDOWN)
+            await wait_shielded(self.done)
+            if not self.is_left:
+                self._warn("when its event loop was shut down")
+            raise
+
+    def abandon(self) -> None:
+        loop = self.done.get_loop()
+        if self.is_left or self.is_copy or self.done.done() or loop.is_closed():
+            return
+        self.is_left = True  # one warning is enough
+        if loop.is_running():
+            loop.call_soon_threadsafe(self.request_stop, "the agent was garbage-collected")
+        else:
+            for runtime in self.runtimes:
+                runtime.release()
+        self._warn("when its agent was garbage-collected")
+
+    def _warn(self, when: str) -> None:
+        text = f"the job {self._spec.name} was running {when}; use `async with`"
+        warnings.warn(text, ResourceWarning, stacklevel=2)
+
+    # ---------------------------------------------------------------- inputs
+
+    def receive(self, received: Any) -> None:
+        """Hand an input to the state machine and perform the effects that it returns."""
+        self._inputs.append(received)
+        if self._is_handling or self.is_copy:
+            return
+        self._is_handling = True
+        self._prepare(received)
+        try:
+            while self._inputs and not self._is_broken:
+                for effect in self._handle(self._inputs.popleft()):
+                    self._perform(effect)
+        except Exception as error:  # noqa: BLE001  # a defect of ours: stop all processes
+            self._abort(error)
+        finally:
+            self._is_handling = False
+
+    def _prepare(self, received: Any) -> None:
+        """Do what an input needs before it is handled."""
+
+    @abstractmethod
+    def _handle(self, received: Any) -> Sequence[Any]:
+        """Return the effects of an input, in their order."""
+
+    @abstractmethod
+    def _perform(self, effect: Any) -> None:
+        """Perform an effect, or begin to: see `_run`."""
+
+    def _run(self, effect: Any, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Start the task of an effect, whose result is the next input, if it is not None."""
+        task = create_task(work, name=f"{type(effect).__name__} of run {self._run_id}")
+        self._tasks.add(task)
+
+        def on_done(task: asyncio.Task[Any]) -> None:
+            self._tasks.discard(task)
+            if self.is_copy:
+                return
+            if task in self._abandoned:
+                self._abandoned.discard(task)
+            elif task.cancelled():
+                self._shut_down()
+                self._on_cancelled(effect)
+            elif (error := task.exception()) is not None:
+                self._on_defect(effect, error)
+            elif (received := task.result()) is not None:
+                self.receive(received)
+
+        task.add_done_callback(on_done)
+        return task
+
+    def _abandon(self, task: asyncio.Task[Any]) -> None:
+        if task in self._tasks:
+            self._abandoned.add(task)
+            task.cancel()
+
+    def _shut_down(self) -> None:
+        """Stop the job since its event loop shuts down, in the order of its tree."""
+        if self.on_shutdown is None:
+            self.request_stop(_SHUTDOWN)
+        else:
+            self.on_shutdown()
+
+    @abstractmethod
+    def _on_cancelled(self, effect: Any) -> None:
+        """Go on after an event loop that shuts down has cancelled the task of an effect."""
+
+    def _on_defect(self, effect: Any, error: BaseException) -> None:
+        """End the job after a defect of ours; no process may be left."""
+        if isinstance(effect, Finish):
+            self.error = self.error or error
+            self._settle()
+        elif not self._is_broken:
+            self._abort(error)
+
+    def _abort(self, error: BaseException) -> None:
+        self._is_broken = True
+        outcome = JobOutcome(JobState.FAILED, f"internal error: {error!r}", 1)
+        finish = Finish(outcome, error)
+        self._run(finish, self._kill_and_finish(finish))
+
+    @abstractmethod
+    async def _kill_and_finish(self, finish: Finish) -> None:
+        """Kill all processes after a defect, and end."""
+
+    def _settle(self) -> None:
+        self._event_log.close()
+        if not self.done.done():
+            self.done.set_result(None)
+
+
+class Driver(BaseDriver):
+    """One job on this host, or one leaf of a tree; `group` has the workers of its attempt."""
+
+    has_looked: ClassVar[bool] = False
+    """Whether a job of this program has looked for lost jobs: it reads every process."""
+
+    def __init__(
+        self, runtime: LocalRuntime, machine: AgentMachine, event_log: EventWriter
+    ) -> None:
+        super().__init__(runtime.spec, runtime.run_id, event_log)
+        self.group: Group | None = None
+        self._runtime = runtime
+        self._machine = machine
+        self._attempts: deque[AttemptResult] = deque(maxlen=_ATTEMPTS_MAX)
+        self._began = runtime.clock.now()
         self._waiting: asyncio.Task[Any] | None = None
         self._stopping: asyncio.Task[Any] | None = None
         self._shows_change = self._has_forwarded = False
@@ -183,6 +418,21 @@ class Driver:
     @property
     def output(self) -> JobOutput:
         return self._runtime.output
+
+    @property
+    def runtimes(self) -> list[LocalRuntime]:
+        return [self._runtime]
+
+    @property
+    def leaves(self) -> list[Driver]:
+        return [self]
+
+    @property
+    def logged(self) -> LoggedStreams:
+        return self.output.logged
+
+    def with_reports(self, status: JobStatus) -> JobStatus:
+        return status if self.group is None else self.group.with_reports(status)
 
     async def open(self) -> None:
         """Open the runtime and start the job, or raise SpecError or HostError."""
@@ -202,51 +452,13 @@ class Driver:
                 log_dir=self._runtime.output.directory.log_dir,
             )
         )
-        separate_in_forks(self.done)
-        keeper = create_task(self._keep(), name=f"end of run {self._runtime.run_id}")
-        self._tasks.add(keeper)
-        keeper.add_done_callback(self._tasks.discard)
-        self.receive(Start())
-
-    async def _keep(self) -> None:
-        """Keep an event loop that shuts down until the job is over: no caller may wait for that."""
-        try:
-            await asyncio.wait([self.done])
-        except asyncio.CancelledError:
-            if self.is_copy:
-                raise
-            self.request_stop(_SHUTDOWN)
-            await wait_shielded(self.done)
-            if not self.is_left:
-                self._warn("when its event loop was shut down")
-            raise
-
-    @property
-    def is_copy(self) -> bool:
-        """Whether this process is a fork of the process that runs the job."""
-        return self._fork.is_copy
-
-    def abandon(self) -> None:
-        loop = self.done.get_loop()
-        if self.is_left or self.is_copy or self.done.done() or loop.is_closed():
-            return
-        self.is_left = True  # one warning is enough
-        if loop.is_running():
-            loop.call_soon_threadsafe(self.request_stop, "the agent was garbage-collected")
-        else:
-            self._runtime.release()
-        self._warn("when its agent was garbage-collected")
-
-    def _warn(self, when: str) -> None:
-        text = f"the job {self._runtime.spec.name} was running {when}; use `async with`"
-        warnings.warn(text, ResourceWarning, stacklevel=2)
+        self._begin(Start())
 
     # -------------------------------------------------------------- requests
 
     def request_stop(
         self, reason: str, signal: int | None = None, plan: StopPlan | None = None
     ) -> None:
-        """End the job by its stop plan or by `plan`, which then starts with `signal`."""
         self.receive(StopReceived(reason, signal, plan))
 
     def request_restart(self, reason: str) -> None:
@@ -295,45 +507,20 @@ class Driver:
             SignalForwarded(attempt=attempt, signal=signal, pids=pids, unhandled=unhandled)
         )
 
-    async def suspend_while(self, wait: Callable[[], None]) -> None:
-        """Suspend all processes and deadlines of the job while `wait` blocks this process.
-
-        Cancellation: the processes continue, as after an exception of `wait`, or an OSError for
-        lack of descriptors to find them.
-        """
-        tree, began = self._runtime.tree, time.monotonic()
-        try:
-            await tree.signal_all(SIGSTOP)
-            began = time.monotonic()
-            wait()
-        finally:
-            self._runtime.clock.skip(time.monotonic() - began)
-            await run_shielded(lambda: tree.signal_all(SIGCONT))
-
     # ---------------------------------------------------------------- inputs
 
-    def receive(self, received: Input) -> None:
-        """Hand an input to the state machine and perform the effects that it returns."""
-        self._inputs.append(received)
-        if self._is_handling or self.is_copy:
-            return
-        self._is_handling = True
+    def _prepare(self, received: Input) -> None:
         kept = EffectResult | RestartReceived | PreemptionReceived
         if self.group is not None and not isinstance(received, kept):
             # What follows does not wait for what workers have left.
             self.group.end_linger(received if isinstance(received, StopReceived) else None)
-        try:
-            while self._inputs and not self._is_broken:
-                effects = self._machine.handle(self._inputs.popleft())
-                for effect in effects:  # the signals of a stop precede all other effects
-                    if isinstance(effect, StopGroup) and not effect.leftovers_only:
-                        self._current_group.begin_stop(effect.plan)
-                for effect in effects:
-                    self._perform(effect)
-        except Exception as error:  # noqa: BLE001  # a defect of ours: stop all processes
-            self._abort(error)
-        finally:
-            self._is_handling = False
+
+    def _handle(self, received: Input) -> list[Effect]:
+        effects = self._machine.handle(received)
+        for effect in effects:  # the signals of a stop precede all other effects
+            if isinstance(effect, StopGroup) and not effect.leftovers_only:
+                self._current_group.begin_stop(effect.plan)
+        return effects
 
     def _on_exit(self, local_rank: int, ended: ChildExit) -> None:
         group = self._current_group
@@ -422,58 +609,20 @@ class Driver:
             self._has_forwarded = True
             self.forward(forwarded, is_for_all=False)
 
-    def _run(self, effect: Effect, work: Coroutine[Any, Any, Input | None]) -> asyncio.Task[Any]:
-        task = create_task(work, name=f"{type(effect).__name__} of run {self._runtime.run_id}")
-        self._tasks.add(task)
-
-        def on_done(task: asyncio.Task[Input | None]) -> None:
-            self._tasks.discard(task)
-            if self.is_copy:
-                return
-            if task in self._abandoned:
-                self._abandoned.discard(task)
-            elif task.cancelled():
-                self._on_cancelled(effect)
-            elif (error := task.exception()) is not None:
-                self._on_defect(effect, error)
-            elif (received := task.result()) is not None:
-                self.receive(received)
-
-        task.add_done_callback(on_done)
-        return task
-
     def _cancel_waiting(self) -> None:
         if self._waiting is not None:
             self._abandon(self._waiting)
             self._waiting = None
 
-    def _abandon(self, task: asyncio.Task[Any]) -> None:
-        if task in self._tasks:
-            self._abandoned.add(task)
-            task.cancel()
-
     def _on_cancelled(self, effect: Effect) -> None:
-        """Go on after an event loop that shuts down has cancelled the task of an effect."""
-        self.request_stop(_SHUTDOWN)
         if isinstance(effect, StopGroup):
             self._run(effect, self._stop_group(effect))
         elif isinstance(effect, Finish):
             self._run(effect, self._finish(effect))
 
-    def _on_defect(self, effect: Effect, error: BaseException) -> None:
-        """End the job after a defect of ours; no process may be left."""
-        if isinstance(effect, Finish):
-            self.error = self.error or error
-            self._settle()
-        elif not self._is_broken:
-            self._abort(error)
-
     def _abort(self, error: BaseException) -> None:
-        self._is_broken = True
         self._cancel_waiting()
-        outcome = JobOutcome(JobState.FAILED, f"internal error: {error!r}", 1)
-        finish = Finish(outcome, error)
-        self._run(finish, self._kill_and_finish(finish))
+        super()._abort(error)
 
     async def _kill_and_finish(self, finish: Finish) -> None:
         self._runtime.tree.escalate_to_kill(finish.outcome.why)
@@ -600,11 +749,6 @@ class Driver:
             )
         )
         self._settle()
-
-    def _settle(self) -> None:
-        self._event_log.close()
-        if not self.done.done():
-            self.done.set_result(None)
 
 
 async def call_decide(decide: Decide, failure: Failure) -> RestartAction | BaseException:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -17,6 +18,23 @@ from elastic_aio.status import StatusTracker
 EventListener = Callable[[Event], None]
 
 _logger = logging.getLogger("elastic_aio")
+
+
+class EventWriter(Protocol):
+    """What a driver needs of an event log, its own or that of a child in a tree."""
+
+    @property
+    def tracker(self) -> StatusTracker:
+        """The status of the driver's job or child."""
+
+    def append(self, event: Event) -> None:
+        """Append an event."""
+
+    def append_later(self, make: Callable[[], Event]) -> None:
+        """Append an event of the present time, which `make` returns a little later."""
+
+    def close(self) -> None:
+        """Note that no event follows."""
 
 
 class EventLog:
@@ -30,12 +48,12 @@ class EventLog:
         `listeners` are called with every event at once; they must not block.  Their exceptions go
         to the loop's exception handler.
         """
-        self.tracker = StatusTracker()
+        self.tracker: StatusTracker = StatusTracker()
         self._run_id = run_id
         self._node = node
         self._listeners = [*listeners]
         self._history: EventHistory[Event] = EventHistory(keep, self._missed)
-        self._later: deque[tuple[float, Callable[[], Event]]] = deque()
+        self._later: deque[tuple[float, Callable[[], Event], EventWriter]] = deque()
         self._time: float | None = None  # of the event that is being made
 
     def __repr__(self) -> str:
@@ -50,14 +68,15 @@ class EventLog:
         """Call a listener with every further event."""
         self._listeners.append(listener)
 
-    def append(self, event: Event) -> None:
-        """Stamp an event with number, time, run and node, and pass it to all readers."""
-        self._make_all()
+    def append(self, event: Event, child: str = "") -> None:
+        """Stamp an event with number, time, run, child and node, and pass it to all readers."""
+        self.make_all()
         stamped = msgspec.structs.replace(
             event,
             seq=self._history.count,
             time=self._time or time.time(),
             run_id=self._run_id,
+            child=child,
             node=self._node,
         )
         self.tracker(stamped)
@@ -75,15 +94,20 @@ class EventLog:
         `make` is called before the next event is appended, or in the next iteration of the loop.
         An event that `make` itself appends comes first.
         """
-        if not self._later:
-            asyncio.get_running_loop().call_soon(self._make_all)
-        self._later.append((time.time(), make))
+        self.append_later_to(self, make)
 
-    def _make_all(self) -> None:
+    def append_later_to(self, log: EventWriter, make: Callable[[], Event]) -> None:
+        """Append to `log`, whose events come here too, as `append_later` does."""
+        if not self._later:
+            asyncio.get_running_loop().call_soon(self.make_all)
+        self._later.append((time.time(), make, log))
+
+    def make_all(self) -> None:
+        """Append the events that were to be made a little later."""
         while self._later and self._time is None:
-            self._time, make = self._later.popleft()
+            self._time, make, log = self._later.popleft()
             try:
-                self.append(make())
+                log.append(make())
             finally:
                 self._time = None
 
@@ -100,7 +124,7 @@ class EventLog:
 
     def close(self) -> None:
         """End the log: readers stop after the last event."""
-        self._make_all()
+        self.make_all()
         self._history.close()
 
     def _missed(self, count: int, following: int) -> Event:
