@@ -317,6 +317,7 @@ class BaseDriver(ABC):
         finally:
             self._is_handling = False
 
+    @abstractmethod
     def _prepare(self, received: Any) -> None:
         """Do what an input needs before it is handled."""
 
@@ -640,9 +641,12 @@ class Driver(BaseDriver):
         else:
             node = placement.span
             master = placement.master_addr, placement.master_port
+        ranks = node.worker_ranks(nproc)
+        if self._runtime.place is not None and self._runtime.place.worker is not None:
+            ranks = (self._runtime.place.worker,)
         return WorkerGroup(
             self._runtime,
-            node.worker_ranks(nproc),
+            ranks,
             on_exit=self._on_exit,
             on_stuck=self._on_stuck,
             on_hung=self._on_hung,

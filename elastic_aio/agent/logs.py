@@ -60,6 +60,7 @@ from elastic_aio.spec.logs import LogLayout, Std
 from elastic_aio.text import error_reason
 
 if TYPE_CHECKING:
+    from elastic_aio.agent.leaf import LeafPlace
     from elastic_aio.logs.line_filter import LineFilter
     from elastic_aio.logs.reader import LogReader
     from elastic_aio.logs.trimmer import LogTrimmer
@@ -89,13 +90,14 @@ class JobOutput:
         console: ConsoleTarget | None,
         on_pipes: Callable[[list[int]], None] = lambda pipes: None,
         may_capture: bool = True,
+        place: LeafPlace | None = None,
     ) -> None:
         """Prepare; nothing is opened before `open`.
 
         `console` None is this process's stdout and stderr.  `on_pipes` is called with the
         descriptors of all pipes of workers that are read here, when all workers of an attempt have
         started, and when a pipe was closed early.  `may_capture`: streams may be captured, if the
-        spec says so.
+        spec says so.  `place` is of a leaf in a tree, whose directory and streams outlive this.
         """
         self.directory = RunDirectory(None)
         self._spec = spec
@@ -111,7 +113,8 @@ class JobOutput:
         )
         self._publish = publish
         self.capture = Capture()
-        self.logged = LoggedStreams()
+        self._place = place
+        self.logged = LoggedStreams() if place is None else place.logged
         self._on_pipes = on_pipes
         self._may_capture = may_capture and spec.logs.capture
         self._console_target = console
@@ -121,6 +124,7 @@ class JobOutput:
         self._tee: Tee | None = None
         self._streams: StandardStreams | None = None
         self._attempt = 0
+        self._first_attempt: int | None = None
         self._plans: dict[tuple[int, int], WorkerLogs] = {}  # by attempt and local rank
         self._tokens: defaultdict[int, list[int]] = defaultdict(list)  # by attempt
         self._directories: defaultdict[int, set[str]] = defaultdict(set)  # by attempt
@@ -132,8 +136,11 @@ class JobOutput:
     def open(self, streams: StandardStreams) -> None:
         """Make the run's directory, or raise SpecError, HostError; `streams` are this process's."""
         self._streams = streams
-        self.directory = RunDirectory.make(self._spec.logs, self._run_id, self._host)
-        self.directory.note_node(self._node)
+        if self._place is None:
+            self.directory = RunDirectory.make(self._spec.logs, self._run_id, self._host)
+            self.directory.note_node(self._node)
+        else:
+            self.directory = self._place.make_directory(self._spec.logs)
         inherited = streams.inherited(1), streams.inherited(2)
         self._console = ConsoleStreams(self._console_target, inherited)
         if self._may_capture and self.directory.path is not None:
@@ -146,7 +153,8 @@ class JobOutput:
 
     async def aclose(self) -> None:
         """Show the rest while the console takes anything, and close the console.  Idempotent."""
-        self.logged.close()
+        if self._place is None:
+            self.logged.close()
         if self._feeder is not None:
             await self._feeder.aclose()
         if self._tee is not None:
@@ -165,7 +173,9 @@ class JobOutput:
         """Remove captured files."""
         if self.directory.has_captured:
             # In a thread: a job may have had thousands of attempts.
-            await run_in_thread(self.directory.remove_files, self._captured_paths)
+            # A leaf in a tree may run anew, or beside the leaf that takes its place.
+            own = range(self._first_attempt or 0, self._attempt + 1)
+            await run_in_thread(self.directory.remove_files, self._captured_paths, own)
 
     async def drop_missing(
         self, attempts: tuple[AttemptResult, ...], *, has_logs: bool
@@ -228,8 +238,11 @@ class JobOutput:
     def begin_attempt(self, attempt: int, group_rank: int) -> None:
         """Make the directory of an attempt, or raise SpawnError; `group_rank` is this node's."""
         self._attempt = attempt
+        if self._first_attempt is None:
+            self._first_attempt = attempt
         may_be_full = self._spec.logs.on_full == "console"
-        self.directory.note_node(replace(self._node, group_rank=group_rank))
+        if self._place is None:
+            self.directory.note_node(replace(self._node, group_rank=group_rank))
         try:
             self.directory.make_attempt(attempt, may_be_full=may_be_full)
             for path in self._filtered_logs(attempt).values():
@@ -287,6 +300,7 @@ class JobOutput:
                             name if len(plans) == 2 else "output",
                             plan.path,
                             plan.is_shown,
+                            child="" if self._place is None else self._place.path,
                         )
                         self._follow(plan, logged, relay, fields, logs.prefix)
                         self.logged.add(logged)

@@ -636,13 +636,18 @@ class SingleNodeMachine(AgentMachine):
         random: Callable[[], float],
         *,
         waits_for_stop: bool = False,
+        attempt: int = 0,
+        restarts: int = 0,
     ) -> None:
         """Begin with `nproc` workers on this host.
 
         `random` gives numbers from 0 to 1, for the jitter of delays.  With `waits_for_stop` a
-        worker that fails does not end the group; a stop does.
+        worker that fails does not end the group; a stop does.  `attempt` is the number of the first
+        attempt, which follows `restarts` restarts by a supervisor.
         """
         super().__init__(spec, nproc)
+        self.attempt = attempt
+        self._restarts_before = restarts
         self._waits_for_stop = waits_for_stop
         self._budget = RestartBudget(spec.max_restarts, spec.restart, random)
         self._restart: RestartReceived | None = None
@@ -687,7 +692,8 @@ class SingleNodeMachine(AgentMachine):
     def _start(self) -> list[Effect]:
         self._restart = None
         self._budget.begin_attempt()
-        return self._start_group(StartGroup(self.attempt, self._budget.restarts))
+        restarts = self._restarts_before + self._budget.restarts
+        return self._start_group(StartGroup(self.attempt, restarts))
 
     def _on_stop_received(self, stop: StopReceived) -> list[Effect]:
         if self._stop is not None:

@@ -96,6 +96,7 @@ from elastic_aio.worker.context import (
 
 if TYPE_CHECKING:
     from elastic_aio.agent.failures import WorkerRecord
+    from elastic_aio.agent.leaf import LeafPlace
     from elastic_aio.logs.paths import WorkerLogs
 
 
@@ -119,16 +120,19 @@ class LocalRuntime:
         console: ConsoleTarget | None = None,
         overrides: PerRankOverrides | None = None,
         adopt_orphans: bool = False,
+        place: LeafPlace | None = None,
     ) -> None:
         """Prepare; nothing is opened before `open`.
 
         `publish_later` is called with a function that makes an event of this time (see `EventLog`);
         None: the event is made at once.  `overrides` are of a bare group, which has no master port.
+        `place` is of a leaf in a tree.
         """
         self.spec = spec
         self.run_id = run_id
         self.host = host
         self.nproc = nproc
+        self.place = place
         self.publish = publish
         self.publish_later = publish_later or (lambda make: publish(make()))
         self.clock = PausableClock()
@@ -144,6 +148,7 @@ class LocalRuntime:
             console=console,
             on_pipes=self._keep_pipes,
             may_capture=overrides is None,
+            place=place,
         )
         directory = self.output.attempt_directory
         self.liveness = Liveness(spec, self.clock, publish, lambda: self.tree, directory)
@@ -185,7 +190,8 @@ class LocalRuntime:
 
     async def _open(self) -> None:
         self.entrypoint.check()
-        self._cpus = worker_cpus(self.spec, self.nproc)
+        worker = None if self.place is None else self.place.worker
+        self._cpus = worker_cpus(self.spec, worker.local_world_size if worker else self.nproc)
         try:
             self._reserved = limit.reserve(self.nproc, self.entrypoint.descriptors_each)
             self._streams = StandardStreams()
@@ -256,7 +262,7 @@ class LocalRuntime:
             limit.release(self._reserved)
             self._reserved = 0
         has_logs = self.output.remove_empty()
-        if self.spec.logs.keep_runs is not None:
+        if self.spec.logs.keep_runs is not None and self.place is None:
             await self._remove_old_runs(self.spec.logs.keep_runs)
         self.output.directory.close()
         self.attempt = -1

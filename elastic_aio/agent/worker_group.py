@@ -407,9 +407,10 @@ class WorkerGroup:
         self, local_rank: int, pid: int | None, code: int, message: str, notes: tuple[str, ...] = ()
     ) -> Failure:
         """Return the failure of a worker that has not exited; it precedes all others."""
+        ranks = next((one for one in self._ranks if one.local_rank == local_rank), self._ranks[0])
         return Failure(
-            rank=self._ranks[local_rank].rank,
-            local_rank=local_rank,
+            rank=ranks.rank,
+            local_rank=ranks.local_rank,
             pid=pid,
             host=self._runtime.host,
             status=ExitStatus(code=code),

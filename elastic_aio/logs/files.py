@@ -8,7 +8,7 @@ import os
 import stat
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
@@ -52,10 +52,17 @@ class RunDirectory:
     """The directory of one run on this host; `path` is None if there is none."""
 
     def __init__(
-        self, path: str | None, *, is_temporary: bool = False, has_logs: bool = True
+        self,
+        path: str | None,
+        *,
+        is_temporary: bool = False,
+        has_logs: bool = True,
+        is_child: bool = False,
     ) -> None:
-        """Use an existing directory; `make` creates one."""
+        """Use an existing directory, perhaps of a child in a tree; `make` creates one."""
         self.path = path
+        self._is_child = is_child
+        self._below: list[str] = []  # directories of children, each after that which it is in
         self.job = ""
         """The id that the directories of a job on several nodes share; see `note_job`."""
         self._has_logs = has_logs
@@ -104,6 +111,24 @@ class RunDirectory:
                 f"cannot create a temporary directory for the logs ({error}); set log_dir"
             ) from error
         return cls(path, is_temporary=True, has_logs=has_logs)
+
+    def make_child(self, child: str, *, has_logs: bool) -> RunDirectory:
+        """Return the directory of a child below this one, made if need be.
+
+        It remains until this one is removed: the child may be started anew.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        if (path := self.path) is None:
+            return RunDirectory(None)
+        for name in filter(None, child.split("/")):
+            path = f"{path}/{name}"
+            with suppress(FileExistsError):
+                os.mkdir(path)
+                self._below.append(path)
+        kind = self._is_temporary
+        return RunDirectory(path, is_temporary=kind, has_logs=has_logs, is_child=True)
 
     def lock(self) -> None:
         """Mark this directory as a running job's, or raise an OSError."""
@@ -232,8 +257,10 @@ class RunDirectory:
         self.has_captured = True
         return os.open(path, os.O_RDWR | _NEW_FILE, _FILE_MODE)
 
-    def remove_files(self, paths: Callable[[int, int], Iterable[str]]) -> None:
-        """Remove some files of each worker of each attempt; blocks.
+    def remove_files(
+        self, paths: Callable[[int, int], Iterable[str]], attempts: Container[int]
+    ) -> None:
+        """Remove some files of each worker of some attempts; blocks.
 
         `paths` returns them by attempt and local rank.  Empty directories stay below a directory
         that the user has named, as torchrun's do.
@@ -241,12 +268,13 @@ class RunDirectory:
         if self.path is None:
             return
         for attempt, directory in _numbered(self.path, "attempt_"):
-            for local_rank, own in _numbered(directory):
+            for local_rank, own in _numbered(directory) if attempt in attempts else ():
                 for path in paths(attempt, local_rank):
                     with suppress(OSError):  # it was not made
                         os.unlink(path)
                 self._remove_temporary(own)
-            self._remove_temporary(directory)
+            if attempt in attempts:
+                self._remove_temporary(directory)
 
     def _remove_temporary(self, directory: str) -> None:
         if self._is_temporary:
@@ -296,6 +324,13 @@ class RunDirectory:
         self.tidy()
         if self.path is None or not self._is_temporary:
             return self.path is not None
+        if self._is_child:
+            with suppress(OSError):  # removed by another process
+                return bool(os.listdir(self.path))
+            return False
+        for path in reversed(self._below):
+            with suppress(OSError):  # not empty
+                os.rmdir(path)
         try:
             os.rmdir(self.path)
         except OSError:

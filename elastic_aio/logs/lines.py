@@ -42,6 +42,8 @@ class LogLine(Struct, frozen=True, gc=False):
     missed: int | None = 0
     """Bytes of the stream before this line that are not in its file any more; None if their
     number is unknown.  If nothing follows them, `raw` is empty."""
+    child: str = ""
+    """The path of its child in a tree, such as `serving/replica-3`."""
 
     @property
     def text(self) -> str:

@@ -309,13 +309,16 @@ class _OpenLog:
                 lines.append(self._line(whole.pop(0), time))
             own = self.stream
             # The fastest way to make some hundred thousand of them in a second.
-            lines += map(partial(LogLine, own.rank, own.stream, own.attempt, time), whole)
+            make = partial(LogLine, own.rank, own.stream, own.attempt, time)
+            if own.child:
+                make = partial(make, missed=0, child=own.child)
+            lines += map(make, whole)
         return lines
 
     def _line(self, raw: bytes, time: float) -> LogLine:
         missed, self._missed = self._missed, 0
         own = self.stream
-        return LogLine(own.rank, own.stream, own.attempt, time, raw, missed)
+        return LogLine(own.rank, own.stream, own.attempt, time, raw, missed, own.child)
 
     def close(self) -> None:
         self.is_closed = True

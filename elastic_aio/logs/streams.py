@@ -73,6 +73,8 @@ class LoggedStream(Struct, eq=False):
     """Position at which readers begin."""
     is_complete: bool = False
     """Whether no process writes any more."""
+    child: str = ""
+    """The path of its child in a tree."""
 
     def is_one_of(self, ranks: Collection[int] | None, names: Collection[str]) -> bool:
         """Whether the stream is of these ranks (None: of any), and has one of these names."""
@@ -81,9 +83,16 @@ class LoggedStream(Struct, eq=False):
 
 
 class LoggedStreams:
-    """The streams of the latest attempts; grows while the job runs."""
+    """The streams of the latest attempts; grows while the job runs.
 
-    def __init__(self) -> None:
+    Those of a tree have the streams of all its children.
+    """
+
+    def __init__(self, parent: LoggedStreams | None = None) -> None:
+        self._parent = parent
+        self._children: list[LoggedStreams] = []
+        if parent is not None:
+            parent._children.append(self)
         self._streams: dict[str, LoggedStream] = {}  # by path, in the order of their start
         self.is_closed = False
         """Whether no stream is added any more."""
@@ -94,7 +103,8 @@ class LoggedStreams:
         return f"<LoggedStreams: {len(self._streams)}{', closed' if self.is_closed else ''}>"
 
     def __iter__(self) -> Iterator[LoggedStream]:
-        return iter([*self._streams.values()])
+        below = (stream for child in self._children for stream in child)
+        return iter([*self._streams.values(), *below])
 
     def get(self, path: str) -> LoggedStream | None:
         return self._streams.get(path)
@@ -118,13 +128,15 @@ class LoggedStreams:
     def close(self) -> None:
         """Note that the job is over.  Idempotent."""
         self.is_closed = True
-        for stream in self._streams.values():
+        for stream in self:
             stream.is_complete = True
         self._notify()
 
     def _notify(self) -> None:
         for callback in [*self.on_change.values()]:
             callback()
+        if self._parent is not None:
+            self._parent._notify()
 
 
 def check_ranks(ranks: Collection[int], known: Collection[int]) -> None:

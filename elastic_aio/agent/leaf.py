@@ -1,0 +1,25 @@
+"""Where the leaf of a tree is: what its parents have opened for it, and keep for the next start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from msgspec import Struct
+
+from elastic_aio.logs.files import RunDirectory
+from elastic_aio.logs.streams import LoggedStreams
+from elastic_aio.ranks import WorkerRanks
+from elastic_aio.spec.logs import LogSpec
+
+
+class LeafPlace(Struct, frozen=True):
+    """What distinguishes a leaf from a job of its own."""
+
+    path: str
+    """Of the leaf in its tree; empty if the job is this leaf alone."""
+    make_directory: Callable[[LogSpec], RunDirectory]
+    """Returns the log directory of the leaf, or raises SpecError or HostError."""
+    logged: LoggedStreams
+    """The streams of all starts of the leaf."""
+    worker: WorkerRanks | None = None
+    """The ranks of the only worker, if that is one of several independent workers."""
