@@ -5,9 +5,72 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from elastic_aio.outcome import JobState
 from elastic_aio.status import Event, Level, StatusTracker
 from elastic_aio.text import counted
+
+
+class ChildLaunched(Event, frozen=True, kw_only=True):
+    """A start of a child begins: of a leaf, no process of it has been started yet."""
+
+    generation: int
+    """Number of this start, from 0."""
+    entrypoint: str
+    """What its workers run; of a group, the names of its children."""
+    nproc_per_node: int
+    """How many workers it has; 0 for a group."""
+    max_restarts: int = 0
+    log_dir: str | None = None
+    """Directory of its logs; None if nothing is captured."""
+    role: str = ""
+    children: tuple[str, ...] = ()
+    """The names of its children, if it is a group."""
+    is_beside: bool = False
+    """Whether the former start runs on until this one is ready: a reload."""
+
+    _level = Level.INFO
+
+    def _change(self, status: StatusTracker) -> None:
+        former = status.job
+        job = replace(
+            former,
+            run_id=self.run_id,
+            node=self.node,
+            role=self.role,
+            entrypoint=self.entrypoint,
+            max_restarts=self.max_restarts,
+            log_dir=self.log_dir,
+            generation=self.generation,
+            ready_since=former.ready_since if self.is_beside else None,
+        )
+        status.begin(job, self.nproc_per_node, former.started_at or self.time)
+        if not self.is_beside:
+            status.enter("starting", self.time)
+        for child in self.children:
+            status.at(child)
+
+    def _text(self) -> str:
+        what = counted(self.nproc_per_node, "worker") if self.nproc_per_node else "children"
+        return f"start {self.generation}: {what} of {self.entrypoint}"
+
+
+class ReadinessChanged(Event, frozen=True, kw_only=True):
+    """A child is ready, or not any more: all of its workers, or all its essential children, are."""
+
+    is_ready: bool
+
+    _level = Level.INFO
+
+    def _change(self, status: StatusTracker) -> None:
+        since = self.time if self.is_ready else None
+        status.job = replace(status.job, ready_since=since)
+        if self.is_ready and status.phase in ("waiting", "starting", "restarting"):
+            status.enter("running", self.time)
+
+    def _text(self) -> str:
+        return "ready" if self.is_ready else "not ready any more"
 
 
 class ChildRestarting(Event, frozen=True, kw_only=True):

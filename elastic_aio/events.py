@@ -82,6 +82,8 @@ class JobStarted(Event, frozen=True, kw_only=True):
     rdzv_backend: str = ""
     """Name of the rendezvous backend, which one node does not use."""
     has_timers: bool = False
+    children: tuple[str, ...] = ()
+    """The names of the children of a group; of independent workers, their ranks."""
 
     def _change(self, status: StatusTracker) -> None:
         job = JobStatus(
@@ -95,9 +97,14 @@ class JobStarted(Event, frozen=True, kw_only=True):
             round=0 if self.nnodes == "1" else -1,
         )
         status.begin(job, self.nproc_per_node, self.time)
+        for child in self.children:
+            status.at(child)
 
     def _text(self) -> str:
         workers = counted(self.nproc_per_node, "worker")
+        if self.children:
+            kind = "independent worker" if self.nproc_per_node else "child"
+            workers = counted(len(self.children), kind, f"{kind}s".replace("childs", "children"))
         nodes = f", one of {self.nnodes} nodes".replace(":", " to ") if self.nnodes != "1" else ""
         losses = f", node losses at most {self.node_losses}" if self.node_losses else ""
         logs = f"logs in {self.log_dir}" if self.log_dir else "no logs unless it fails"

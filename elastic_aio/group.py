@@ -76,7 +76,9 @@ class BareGroup:
             raise ValueError("a group of processes is started once; make another one")
         self._is_entered = True
         await self._agent.__aenter__()
-        self._driver = driver_of(self._agent)
+        driver = driver_of(self._agent)
+        assert isinstance(driver, Driver), "it is no group of jobs"
+        self._driver = driver
         self.done.add_done_callback(self._notify)
         try:
             await self._wait_until(

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from elastic_aio.agent.agent import Agent, driver_of
 from elastic_aio.agent.event_log import EventListener
@@ -20,15 +20,17 @@ from elastic_aio.errors import SpecError
 from elastic_aio.logs.console import ConsoleTarget
 from elastic_aio.outcome import LaunchResult, signal_name
 from elastic_aio.signals import ReceivedSignals
-from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.stop import SignalSpec
+
+if TYPE_CHECKING:
+    from elastic_aio.spec.group import AnySpec
 
 T = TypeVar("T")
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 
 async def launch(
-    spec: LaunchSpec,
+    spec: AnySpec,
     *,
     signals: bool | SignalSpec = False,
     console: ConsoleTarget | None = None,
@@ -36,7 +38,7 @@ async def launch(
     adopt_orphans: bool = False,
     control: bool = False,
 ) -> LaunchResult:
-    """Run a job to its end, on any asyncio event loop.
+    """Run a job, or a group of jobs, to its end, on any asyncio event loop.
 
     Args:
         signals: whether this launch handles the process's signals: True for the defaults of
@@ -85,7 +87,7 @@ def receive_signals(chosen: SignalSpec, notices: frozenset[int]) -> ReceivedSign
 
 
 async def supervise(
-    spec: LaunchSpec, chosen: SignalSpec, received: ReceivedSignals, **settings: Any
+    spec: AnySpec, chosen: SignalSpec, received: ReceivedSignals, **settings: Any
 ) -> LaunchResult:
     """Run a job as `supervise_agent` does; the settings are those of an `Agent`."""
     return await supervise_agent(Agent(spec, **settings), chosen, received)
@@ -138,7 +140,7 @@ async def handle_signals(
 
 
 def run(
-    spec: LaunchSpec,
+    spec: AnySpec,
     *,
     signals: bool | SignalSpec = False,
     console: ConsoleTarget | None = None,

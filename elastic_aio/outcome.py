@@ -304,8 +304,10 @@ class LaunchResult(Value, frozen=True):
     """What ended the job beside its workers, if something did."""
     goodput: Goodput = field(default_factory=Goodput)
     """How the time was spent on this node."""
+    children: Mapping[str, LaunchResult] = field(default_factory=dict)
+    """How each child of a group has ended, or a worker of independent workers, by its name."""
 
-    _hidden: ClassVar[tuple[str, ...]] = ("attempts", "return_values")
+    _hidden: ClassVar[tuple[str, ...]] = ("attempts", "return_values", "children")
 
     def __repr__(self) -> str:
         return one_line(super().__repr__(), _REPR_MAX)

@@ -6,6 +6,7 @@ and the caller.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Final
 
 from msgspec import Struct
@@ -134,6 +135,11 @@ class JobStatus(Struct, frozen=True, kw_only=True):
         below = tuple(leaf for child in self.children for leaf in child.leaves)
         return below or (self,)
 
+    @property
+    def descendants(self) -> tuple[JobStatus, ...]:
+        """All children, each before its own."""
+        return tuple(one for child in self.children for one in (child, *child.descendants))
+
     def find(self, child: str) -> JobStatus | None:
         """Return the child of this path; the job itself for an empty path, None for no child."""
         if child == self.child:
@@ -246,15 +252,49 @@ class StatusTracker:
         for name in path.split("/"):
             if (child := tracker.children.get(name)) is None:
                 child = tracker.children[name] = StatusTracker()
-                under = f"{tracker.job.child}/{name}" if tracker.job.child else name
+                above = tracker.job.child
+                under = f"{above}/{name}" if above else name
                 child.job = JobStatus(run_id=self.job.run_id, child=under, round=0)
                 child.phase = "waiting"
             tracker = child
         return tracker
 
+    def find(self, path: str) -> StatusTracker | None:
+        """Return the tracker of the child at a path; None for no child."""
+        tracker: StatusTracker | None = self
+        for name in filter(None, path.split("/")):
+            tracker = None if tracker is None else tracker.children.get(name)
+        return tracker
+
+    def descendants(self) -> list[StatusTracker]:
+        """Return the trackers of all children, each before its own."""
+        below = self.children.values()
+        return [one for child in below for one in (child, *child.descendants())]
+
+    def leaves(self) -> list[StatusTracker]:
+        """Return the trackers of what has workers: this one, or those that its tree ends in."""
+        return [leaf for child in self.children.values() for leaf in child.leaves()] or [self]
+
+    def starts(self) -> dict[str, tuple[int, int]]:
+        """Return generation and attempt of each leaf that has had workers."""
+        return {
+            one.job.child: (one.job.generation, one.attempt) for one in self.leaves() if one.workers
+        }
+
+    def has_started_after(self, before: Mapping[str, tuple[int, int]]) -> bool:
+        """Return whether all leaves run in a later start or attempt than `starts` has returned."""
+        now, never = self.starts(), (-1, -1)
+        return all(one.is_ready or one.has_ended for one in self.leaves()) and all(
+            now[path] > before.get(path, never) for path in now
+        )
+
     @property
     def is_ready(self) -> bool:
         return self.phase == "running"
+
+    @property
+    def has_ended(self) -> bool:
+        return self.phase in _FINAL
 
     def goodput(self, now: float) -> Goodput:
         """Return how the time was spent, up to `now`, in Unix seconds."""

@@ -9,9 +9,9 @@ import time
 import weakref
 from collections.abc import Awaitable, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from elastic_aio.agent.driver import Driver
+from elastic_aio.agent.driver import BaseDriver, Driver
 from elastic_aio.agent.entrypoint import PerRankOverrides
 from elastic_aio.agent.event_log import EventListener, EventLog, log_event
 from elastic_aio.agent.machine import SingleNodeMachine, StopReceived
@@ -27,6 +27,7 @@ from elastic_aio.aio import EventReader, running_loop, wait_shielded
 from elastic_aio.errors import JobFailed, JobPreempted, JobStopped, RendezvousFailed, SpecError
 from elastic_aio.events import ControlUnavailable, Event
 from elastic_aio.logs.console import ConsoleTarget
+from elastic_aio.logs.streams import LoggedStream
 from elastic_aio.outcome import JobState, LaunchResult
 from elastic_aio.process.children import Spawner, command_spawner
 from elastic_aio.process.rusage import with_usage
@@ -44,19 +45,25 @@ from elastic_aio.status import JobStatus
 
 if TYPE_CHECKING:
     from elastic_aio.agent.multi_node_driver import RendezvousFactory
+    from elastic_aio.agent.supervisor_driver import SupervisorDriver
     from elastic_aio.control.server import ControlServer
     from elastic_aio.logs.reader import LogReader
+    from elastic_aio.spec.group import AnySpec
     from elastic_aio.stacks import StackDump
+    from elastic_aio.status import StatusTracker
 
 
 class Agent:
-    """Runs one job on this host: an async context manager.
+    """Runs one job on this host, or a group of jobs: an async context manager.
 
     Entering starts the job, `events` iterates over its events, `wait` returns the result.  Leaving
     the block early stops the job by the stop plan.  So does, with a ResourceWarning, the end of the
     event loop, or the loss of the last reference to an agent that was entered by hand.  Works on
     any event loop and any thread, and never touches signal handlers.  Before the start, all other
     methods raise RuntimeError.
+
+    A `child` is the path of a child of a `GroupSpec`, such as `serving/replica-3`, or the rank of a
+    worker of independent workers; empty, it is the whole job.  SpecError: there is no such child.
 
     ::
 
@@ -66,14 +73,14 @@ class Agent:
             result = await agent.wait()
     """
 
-    _driver: Driver | None = None
+    _driver: BaseDriver | None = None
     _spawner: Spawner | None = None
     _overrides: PerRankOverrides | None = None
     _make_rendezvous: RendezvousFactory | None = None
 
     def __init__(
         self,
-        spec: LaunchSpec,
+        spec: AnySpec,
         *,
         console: ConsoleTarget | None = None,
         listeners: Sequence[EventListener] = (),
@@ -93,15 +100,14 @@ class Agent:
                 `aio-elastic ps`, `status`, `stop` and others.  If that is not possible, the job
                 runs without (`ControlUnavailable`).
         """
-        if not isinstance(spec, LaunchSpec):
-            raise SpecError("spec", spec, "must be a LaunchSpec")
+        self._is_supervised = _is_supervised(spec)
         for listener in checked_items("listeners", listeners):
             if not callable(listener):
                 raise SpecError("listeners", listener, "must be callables")
             if any(map(inspect.iscoroutinefunction, (listener, type(listener).__call__))):
                 problem = "must not be coroutine functions, which nothing would await"
                 raise SpecError("listeners", listener, problem)
-        self.spec = spec
+        self.spec: Any = spec  # its user knows which of the two it is
         self.run_id = spec.run_id or os.urandom(8).hex()
         self._host = hostname()
         self._event_log = EventLog(
@@ -129,9 +135,7 @@ class Agent:
         running_loop()
         check_main_guard()
         check_sigchld()
-        nproc = resolve_nproc(self.spec)
-        check_file_size(nproc)
-        driver = self._driver = self._make_driver(nproc)
+        driver = self._driver = self._make_driver()
         driver.finds_lost_jobs = self._has_control
         if self._overrides is None:  # else the program uses processes, and no job
             self._event_log.listen(log_event)
@@ -147,7 +151,7 @@ class Agent:
             self._open_control(driver)
         return self
 
-    def _open_control(self, driver: Driver) -> None:
+    def _open_control(self, driver: BaseDriver) -> None:
         # Imported here: most embedded jobs have none.
         from elastic_aio.control.server import ControlServer
 
@@ -157,13 +161,18 @@ class Agent:
         server.open()
         driver.done.add_done_callback(lambda _: server.close())
 
-    def _make_driver(self, nproc: int) -> Driver:
+    def _make_driver(self) -> BaseDriver:
+        spawner = self._spawner or command_spawner(asyncio.get_running_loop())
+        if self._is_supervised or not isinstance(self.spec, LaunchSpec):
+            return self._make_supervisor(spawner)
+        nproc = resolve_nproc(self.spec)
+        check_file_size(nproc)
         runtime = LocalRuntime(
             self.spec,
             run_id=self.run_id,
             host=self._host,
             nproc=nproc,
-            spawner=self._spawner or command_spawner(asyncio.get_running_loop()),
+            spawner=spawner,
             publish=self._event_log.append,
             publish_later=self._event_log.append_later,
             console=self._console,
@@ -178,6 +187,23 @@ class Agent:
         from elastic_aio.agent.multi_node_driver import MultiNodeDriver
 
         return MultiNodeDriver(runtime, self._event_log, make_rendezvous=self._make_rendezvous)
+
+    def _make_supervisor(self, spawner: Spawner) -> BaseDriver:
+        # Imported here: a job of one group has none.
+        from elastic_aio.agent.supervisor_driver import SupervisorDriver, TreeParts
+
+        parts = TreeParts(
+            self.spec,
+            self._event_log,
+            run_id=self.run_id,
+            host=self._host,
+            spawner=spawner,
+            console=self._console,
+            adopt_orphans=self._adopts_orphans,
+            make_rendezvous=self._make_rendezvous,
+        )
+        nproc = resolve_nproc(self.spec) if isinstance(self.spec, LaunchSpec) else 1
+        return SupervisorDriver(self.spec, parts, nproc=nproc)
 
     async def __aexit__(
         self,
@@ -221,6 +247,7 @@ class Agent:
         streams: Iterable[str] = ("stdout", "stderr"),
         follow: bool = True,
         since: float = 0.0,
+        child: str = "",
     ) -> LogReader:
         """Return an async iterator over the lines that the workers of this host write.
 
@@ -245,7 +272,18 @@ class Agent:
         chosen = None if ranks is None else frozenset(checked_items("ranks", ranks))
         for rank in chosen or ():
             checked_integer("ranks", rank, at_least=0)
-        return self._started_driver.output.read_logs(chosen, names, follow=follow, since=since)
+        driver = self._started_driver
+        if isinstance(driver, Driver):
+            self._tracker(child)
+            return driver.output.read_logs(chosen, names, follow=follow, since=since)
+        self._tracker(child)
+        from elastic_aio.logs.reader import LogReader
+
+        def is_chosen(stream: LoggedStream) -> bool:
+            is_below = not child or f"{stream.child}/".startswith(f"{child}/")
+            return is_below and stream.is_one_of(chosen, names)
+
+        return LogReader(driver.logged, is_chosen, follow=follow, since=since)
 
     def make_log_files(self) -> None:
         """Make the files of captured streams now, and of later workers' streams at their start.
@@ -253,7 +291,8 @@ class Agent:
         Otherwise the first byte makes the file of a captured stream.  For programs that open the
         paths of `WorkerStarted` and wait for more; `logs` does not need it.  Idempotent.
         """
-        self._started_driver.output.capture.make_files()
+        for leaf in self._started_driver.leaves:
+            leaf.output.capture.make_files()
 
     async def wait(self) -> LaunchResult:
         """Wait for the end of the job and return its result.
@@ -286,9 +325,15 @@ class Agent:
         return result
 
     def stop(
-        self, *, signal: int | str | None = None, reason: str = "a stop was requested"
+        self,
+        *,
+        signal: int | str | None = None,
+        reason: str = "a stop was requested",
+        child: str = "",
     ) -> Awaitable[None]:
         """End the job by its stop plan; `wait` then raises `JobStopped`.
+
+        A child that is stopped stays so until `restart(child=...)`.
 
         Args:
             signal: number or name; replaces the first signal of the plan.  SIGKILL ends the job at
@@ -296,13 +341,19 @@ class Agent:
             reason: for the events and the result.
 
         Returns:
-            An awaitable that is done when nothing of the job is left; the request is made whether
-            or not it is awaited.
+            An awaitable that is done when nothing of the job, or of the child, is left; the request
+            is made whether or not it is awaited.
 
         Raises:
             SpecError: there is no such signal.
         """
         number = None if signal is None else signal_number("signal", signal)
+        if child:
+            from elastic_aio.agent.supervisor import ChildStopReceived
+
+            supervisor, name = self._supervisor_of(child)
+            supervisor.request(ChildStopReceived(name, reason, number))
+            return asyncio.shield(supervisor.over(name))
         self._started_driver.request_stop(reason, number)
         return asyncio.shield(self._started_driver.done)
 
@@ -330,15 +381,16 @@ class Agent:
         text = checked_part("reason", reason, kind=str)
         return self._started_driver.request_preemption(text, seconds)
 
-    async def restart(self, reason: str = "a restart was requested") -> bool:
+    async def restart(self, reason: str = "a restart was requested", *, child: str = "") -> bool:
         """Replace the present attempt by another one, on all nodes of the job.
 
         The workers are stopped by the stop plan and started again, which costs no restart of
-        `max_restarts`.  A pending back-off ends; an attempt that is ending is not ended again.
+        `max_restarts`.  A pending back-off ends; an attempt that is ending is not ended again.  A
+        child that has ended, or was stopped, is started.
 
         Returns:
-            True once all workers of this node run in a later attempt; False if the job has ended
-            first.
+            True once all workers of this node run in a later attempt; False if the job, or the
+            child, has ended first.
 
         Raises:
             HostError: descriptors among the arguments of a function, in a job without restarts,
@@ -347,17 +399,73 @@ class Agent:
 
         Cancellation: the request stays.
         """
-        driver = self._started_driver
-        if (phase := self.status(usage=False).phase) in ("standby", "excluded"):
+        driver, tracker = self._started_driver, self._tracker(child)
+        if (phase := tracker.status(time.time()).phase) in ("standby", "excluded"):
             raise RuntimeError(f"this node has no workers to restart ({phase}): ask another node")
-        before = -1 if driver.group is None else driver.group.attempt
+        before = tracker.starts()
         log = self._event_log
         events = log.read(log.count - 1)
-        driver.request_restart(checked_part("reason", reason, kind=str))
-        async for _ in events:
-            if log.tracker.attempt > before and log.tracker.is_ready:
+        checked_part("reason", reason, kind=str)
+        if child:
+            from elastic_aio.agent.supervisor import ChildRestartReceived
+            from elastic_aio.child_events import ChildFinished
+
+            supervisor, name = self._supervisor_of(child)
+            supervisor.request(ChildRestartReceived(name, reason))
+        else:
+            driver.request_restart(reason)
+        async for event in events:
+            if child and event.child == child and isinstance(event, ChildFinished):
+                return False
+            if tracker.has_started_after(before):
                 return True
         return False
+
+    async def reload(self, child: str = "", spec: AnySpec | None = None) -> bool:
+        """Replace the workers of a child one after the other, or by a restart if it is a gang.
+
+        Of independent workers, each is started anew beside the old one, which is stopped when the
+        new one is ready.  If that is not ready in time, the old one stays, and the reload ends.
+
+        Args:
+            spec: the new spec; None for the same.
+
+        Returns:
+            Whether all of it now runs the new spec.
+
+        Cancellation: the request stays.
+        """
+        from elastic_aio.agent.supervisor import ReloadReceived
+        from elastic_aio.child_events import ReloadFailed, ReloadFinished
+
+        events = self._event_log.read(self._event_log.count - 1)
+        supervisor, name = self._supervisor_of(child)
+        supervisor.request(ReloadReceived(name, spec))
+        async for event in events:
+            if isinstance(event, ReloadFinished) and event.child == child:
+                return True
+            if isinstance(event, ReloadFailed) and f"{event.child}/".startswith(f"{child}/"):
+                return False
+        return False
+
+    async def scale(self, child: str, number: int) -> None:
+        """Change the number of the workers of a child, or of the children of equal replicas.
+
+        Of independent workers, workers are added, or those with the highest ranks are stopped; a
+        gang is restarted.  An empty `child` is the job itself.
+
+        Cancellation: the request stays.
+        """
+        from elastic_aio.agent.supervisor import ScaleReceived
+        from elastic_aio.child_events import Scaled
+
+        checked_integer("number", number, at_least=1)
+        events = self._event_log.read(self._event_log.count - 1)
+        supervisor, name = self._supervisor_of(child)
+        supervisor.request(ScaleReceived(name, number))
+        async for event in events:
+            if isinstance(event, Scaled) and event.child == child:
+                return
 
     def status(self, *, usage: bool = True) -> JobStatus:
         """Return the status of the job on this node; also after its end.
@@ -366,20 +474,31 @@ class Agent:
             usage: read what each running worker has used so far, by itself and by children that it
                 has reaped, in some 20 µs for each; None otherwise.
         """
-        driver = self._started_driver
         status = self._event_log.tracker.status(time.time())
-        if driver.group is not None:
-            status = driver.group.with_reports(status)
+        status = self._started_driver.with_reports(status)
         return with_usage(status) if usage else status
 
-    def pids(self) -> dict[int, int]:
-        """Return the process ids of this node's running workers by global rank."""
+    def children(self) -> dict[str, JobStatus]:
+        """Return the status of each child by its path, also of those below others."""
+        return {child.child: child for child in self.status(usage=False).descendants}
+
+    def pids(self, child: str = "") -> dict[int, int]:
+        """Return the process ids of this node's running workers by global rank.
+
+        Raises:
+            SpecError: the child is a group, of which several children have the same ranks.
+        """
         _ = self._started_driver
-        return {
-            worker.rank: worker.pid
-            for worker in self._event_log.tracker.workers.values()
+        workers = [
+            worker
+            for leaf in self._tracker(child).leaves()
+            for worker in leaf.workers.values()
             if worker.state == "running"
-        }
+        ]
+        pids = {worker.rank: worker.pid for worker in workers}
+        if len(pids) < len(workers):
+            raise SpecError("child", child, "must be given: the children have the same ranks")
+        return pids
 
     def kill(
         self, *, signal: int | str | None = None, reason: str = "an immediate stop was requested"
@@ -397,7 +516,9 @@ class Agent:
         stop = StopReceived(checked_part("reason", reason, kind=str), number)
         self._started_driver.kill(stop=stop)
 
-    def forward_signal(self, signal: int | str, *, rank: int | None = None) -> tuple[int, ...]:
+    def forward_signal(
+        self, signal: int | str, *, rank: int | None = None, child: str = ""
+    ) -> tuple[int, ...]:
         """Send a signal to the leader of each live worker; return their pids.
 
         Args:
@@ -407,16 +528,18 @@ class Agent:
         Raises:
             SpecError: there is no such signal, or no such worker runs on this node.
         """
-        number, driver = signal_number("signal", signal), self._started_driver
+        number, driver = signal_number("signal", signal), self._driver_at(child)
+        if driver is None:
+            return ()
         if rank is None:
             return driver.send(number)
-        pids = self.pids()
+        pids = self.pids(child)
         if rank not in pids:
             problem = f"must be one of this node's running workers: {sorted(pids)}"
             raise SpecError("rank", rank, problem)
         return driver.send(number, pids[rank])
 
-    async def dump(self, reason: str = "a dump was requested") -> StackDump:
+    async def dump(self, reason: str = "a dump was requested", *, child: str = "") -> StackDump:
         """Read what all workers of this node are doing, for two seconds at most.
 
         Python stacks come from workers that have offered them (functions, scripts of the fork
@@ -425,10 +548,36 @@ class Agent:
 
         Cancellation: the workers notice nothing.
         """
-        return await self._started_driver.dump(checked_text("reason", reason))
+        checked_text("reason", reason)
+        driver = self._driver_at(child)
+        if driver is None:
+            raise SpecError("child", child, "must run: it has no process")
+        return await driver.dump(reason)
+
+    def _driver_at(self, child: str) -> BaseDriver | None:
+        """Return the driver of a child; None if it does not run."""
+        driver = self._started_driver
+        if not child:
+            return driver
+        self._tracker(child)
+        return driver.at(child)
+
+    def _tracker(self, child: str) -> StatusTracker:
+        """Return the tracker of a child, or raise SpecError for a path that is of no child."""
+        tracker = self._event_log.tracker.find(child)
+        if tracker is None:
+            known = ", ".join(one.job.child for one in self._event_log.tracker.descendants())
+            problem = f"must be one of: {known}" if known else "must be empty: the job has none"
+            raise SpecError("child", child, problem)
+        return tracker
+
+    def _supervisor_of(self, child: str) -> tuple[SupervisorDriver, str]:
+        """Return the supervisor that decides about a child, and the child's name there."""
+        self._tracker(child)
+        return self._started_driver.supervisor_of(child)
 
     @property
-    def _started_driver(self) -> Driver:
+    def _started_driver(self) -> BaseDriver:
         if self._driver is None:
             raise RuntimeError("the job has not been started: use `async with Agent(spec)`")
         if self._driver.is_copy:
@@ -437,7 +586,7 @@ class Agent:
 
 
 def make_agent(
-    spec: LaunchSpec,
+    spec: AnySpec,
     *,
     console: ConsoleTarget | None = None,
     listeners: Sequence[EventListener] = (),
@@ -454,12 +603,23 @@ def make_agent(
     return agent
 
 
-def driver_of(agent: Agent) -> Driver:
+def driver_of(agent: Agent) -> BaseDriver:
     """Return the driver of an agent that this process has started, or raise RuntimeError."""
     return agent._started_driver
 
 
-def _failed_message(spec: LaunchSpec, result: LaunchResult) -> str:
+def _is_supervised(spec: AnySpec) -> bool:
+    """Return whether a job needs a supervisor, or raise SpecError: it is no job."""
+    if isinstance(spec, LaunchSpec):
+        return spec.restart.scope != "group" or spec.restart.when == "always"
+    from elastic_aio.spec.group import GroupSpec
+
+    if not isinstance(spec, GroupSpec):
+        raise SpecError("spec", spec, "must be a LaunchSpec or a GroupSpec")
+    return True
+
+
+def _failed_message(spec: AnySpec, result: LaunchResult) -> str:
     if not result.failures:
         return f"{spec.name} failed: {result.reason}"
     root = result.failures[0]

@@ -51,6 +51,7 @@ from elastic_aio.agent.machine import (
     Publish,
     RestartReceived,
     ShowChange,
+    SingleNodeMachine,
     Start,
     StartFailed,
     StartGroup,
@@ -71,7 +72,7 @@ from elastic_aio.aio import (
     wait_shielded,
     wall_clock,
 )
-from elastic_aio.errors import HostError, SpawnError
+from elastic_aio.errors import HostError, SpawnError, SpecError
 from elastic_aio.events import JobFinished, JobStarted, LostJobFound, SignalForwarded
 from elastic_aio.logs.streams import LoggedStreams
 from elastic_aio.outcome import (
@@ -88,13 +89,13 @@ from elastic_aio.process.children import ChildExit
 from elastic_aio.process.proc import ended_by_default, has_missed_sigterm
 from elastic_aio.process.tree import Survivor
 from elastic_aio.ranks import NodeSize, assign_node_ranks
-from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.restart import DECIDE_TIMEOUT, Decide, RestartAction, why_undecided
 from elastic_aio.spec.stop import StopPlan
 from elastic_aio.status import JobStatus
 
 if TYPE_CHECKING:
-    from elastic_aio.spec.group import GroupSpec
+    from elastic_aio.agent.supervisor_driver import SupervisorDriver
+    from elastic_aio.spec.group import AnySpec
     from elastic_aio.stacks import StackDump
 
 _SHUTDOWN = "the event loop is shutting down"
@@ -152,7 +153,7 @@ class BaseDriver(ABC):
     unless another job of this program has looked.
     """
 
-    def __init__(self, spec: LaunchSpec | GroupSpec, run_id: str, event_log: EventWriter) -> None:
+    def __init__(self, spec: AnySpec, run_id: str, event_log: EventWriter) -> None:
         self._fork = ForkGuard()
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.outcome: JobOutcome | None = None
@@ -192,10 +193,33 @@ class BaseDriver(ABC):
     def with_reports(self, status: JobStatus) -> JobStatus:
         """Return a status with what the workers have reported about themselves."""
 
+    @abstractmethod
+    def at(self, path: str) -> BaseDriver | None:
+        """Return the driver of the child at a path; None if it does not run."""
+
+    @abstractmethod
+    def supervisor_of(self, path: str) -> tuple[SupervisorDriver, str]:
+        """Return the supervisor that decides about a child, and the child's name there."""
+
     @property
     @abstractmethod
     def logged(self) -> LoggedStreams:
         """The log files of the workers."""
+
+    @property
+    @abstractmethod
+    def ran_for(self) -> float:
+        """Seconds for which all workers of the last attempt ran."""
+
+    @property
+    def has_progress(self) -> bool:
+        """Whether a worker has reported a step in the last attempt."""
+        return False
+
+    @property
+    def is_permanent(self) -> bool:
+        """Whether no start can repair the failure, or a process is left."""
+        return self._is_broken
 
     # -------------------------------------------------------------- requests
 
@@ -434,6 +458,27 @@ class Driver(BaseDriver):
 
     def with_reports(self, status: JobStatus) -> JobStatus:
         return status if self.group is None else self.group.with_reports(status)
+
+    def at(self, path: str) -> BaseDriver | None:
+        return self
+
+    def supervisor_of(self, path: str) -> tuple[SupervisorDriver, str]:
+        raise SpecError("child", path, "must be of a job with children, and this job has none")
+
+    @property
+    def ran_for(self) -> float:
+        return self._machine.uptime
+
+    @property
+    def has_progress(self) -> bool:
+        return isinstance(self._machine, SingleNodeMachine) and self._machine.has_progress
+
+    @property
+    def is_permanent(self) -> bool:
+        machine = self._machine
+        return super().is_permanent or (
+            isinstance(machine, SingleNodeMachine) and machine.is_permanent
+        )
 
     async def open(self) -> None:
         """Open the runtime and start the job, or raise SpecError or HostError."""

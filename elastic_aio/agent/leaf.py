@@ -20,6 +20,6 @@ class LeafPlace(Struct, frozen=True):
     make_directory: Callable[[LogSpec], RunDirectory]
     """Returns the log directory of the leaf, or raises SpecError or HostError."""
     logged: LoggedStreams
-    """The streams of all starts of the leaf."""
+    """The streams of all leaves of the job."""
     worker: WorkerRanks | None = None
     """The ranks of the only worker, if that is one of several independent workers."""

@@ -312,7 +312,7 @@ class JobOutput:
         """Note that the logs of an attempt grow no more: their rest is shown.  Idempotent."""
         if self._tee is not None:
             self._tee.finish(self._tokens.pop(attempt, []))
-        self.logged.complete(attempt)
+        self.logged.complete(attempt, "" if self._place is None else self._place.path)
         for directory in self._directories.pop(attempt, set()):
             if is_full(directory):
                 self._report_full_disk(attempt, directory, os.strerror(errno.ENOSPC).lower())

@@ -592,7 +592,7 @@ class AgentMachine(ABC):
         return len(self._succeeded) == self._nproc
 
     @property
-    def _uptime(self) -> float:
+    def uptime(self) -> float:
         """Seconds that the whole group ran; 0 if it was never complete."""
         return 0.0 if self._started_at is None else self._stopped_at - self._started_at
 
@@ -638,16 +638,21 @@ class SingleNodeMachine(AgentMachine):
         waits_for_stop: bool = False,
         attempt: int = 0,
         restarts: int = 0,
+        next_attempt: Callable[[int], int] = lambda former: former + 1,
     ) -> None:
         """Begin with `nproc` workers on this host.
 
         `random` gives numbers from 0 to 1, for the jitter of delays.  With `waits_for_stop` a
-        worker that fails does not end the group; a stop does.  `attempt` is the number of the first
-        attempt, which follows `restarts` restarts by a supervisor.
+        worker that fails does not end the group; a stop does.  `attempt` is the number of the
+        first attempt, which follows `restarts` restarts by a supervisor; `next_attempt` returns
+        the number of the attempt that follows another one.
         """
         super().__init__(spec, nproc)
         self.attempt = attempt
         self._restarts_before = restarts
+        self._next_attempt = next_attempt
+        self.is_permanent = False
+        """Whether no start of the job can repair its failure, or a process is left of it."""
         self._waits_for_stop = waits_for_stop
         self._budget = RestartBudget(spec.max_restarts, spec.restart, random)
         self._restart: RestartReceived | None = None
@@ -659,6 +664,11 @@ class SingleNodeMachine(AgentMachine):
     @property
     def restarts(self) -> int:
         return self._budget.restarts
+
+    @property
+    def has_progress(self) -> bool:
+        """Whether a worker has reported a step in the present attempt."""
+        return self._budget.has_progress
 
     def _on_request(self, request: Request) -> list[Effect]:
         if isinstance(request, StopReceived):
@@ -737,7 +747,7 @@ class SingleNodeMachine(AgentMachine):
         if not stopped.failures:
             return self._finish_without_failure(has_survivors=stopped.has_survivors)
         # The notice of a preemption changes the end, even if no attempt could follow.
-        is_exhausted = self._budget.is_exhausted(self._uptime)
+        is_exhausted = self._budget.is_exhausted(self.uptime)
         can_follow = not is_exhausted or bool(self._spec.preemption.signals)
         if not self._may_be_leaving or stopped.has_survivors or not can_follow:
             return self._judge(has_survivors=stopped.has_survivors)
@@ -751,7 +761,7 @@ class SingleNodeMachine(AgentMachine):
         failed = AttemptFailed(attempt=self.attempt, root=root, failures=self._failures)
         if has_survivors:
             # It holds what the next attempt would need: memory, devices, ports.
-            return [Publish(failed), *self._give_up(CANNOT_KILL)]
+            return [Publish(failed), *self._give_up_for_good(CANNOT_KILL)]
         return [Publish(failed), *self._after_failure(root)]
 
     def _finish_without_failure(self, *, has_survivors: bool) -> list[Effect]:
@@ -760,8 +770,8 @@ class SingleNodeMachine(AgentMachine):
         if self._is_ending or self._restart is None:
             return self._finish_stopped()
         if has_survivors:
-            return self._give_up(CANNOT_KILL)
-        self.attempt += 1
+            return self._give_up_for_good(CANNOT_KILL)
+        self.attempt = self._next_attempt(self.attempt)
         restarting = Restarting(
             attempt=self.attempt, why=self._restart.reason, delay=0.0, restarts=self.restarts
         )
@@ -769,10 +779,10 @@ class SingleNodeMachine(AgentMachine):
 
     def _after_failure(self, root: Failure) -> list[Effect]:
         if self._start_failure is not None and self._start_failure.permanent:
-            return self._give_up(self._start_failure.why_permanent)
+            return self._give_up_for_good(self._start_failure.why_permanent)
         if self._exclusion:
-            return self._give_up(f"{EXCLUDED}: {self._exclusion}")
-        if self._spec.restart.decide is None or self._budget.is_exhausted(self._uptime):
+            return self._give_up_for_good(f"{EXCLUDED}: {self._exclusion}")
+        if self._spec.restart.decide is None or self._budget.is_exhausted(self.uptime):
             return self._apply(RestartAction.DEFAULT)
         if self._is_ending:
             return self._finish_stopped()
@@ -781,7 +791,7 @@ class SingleNodeMachine(AgentMachine):
 
     def _apply(self, action: RestartAction) -> list[Effect]:
         root, now = self._failures[0], self._stopped_at
-        decision = self._budget.decide(root, action, self._uptime, now)
+        decision = self._budget.decide(root, action, self.uptime, now)
         if not decision.restart:
             return self._give_up(decision.why)
         if action is RestartAction.EXCLUDE:
@@ -789,7 +799,7 @@ class SingleNodeMachine(AgentMachine):
         if self._is_ending:
             return self._finish_stopped()
         self._budget.record(now)
-        self.attempt += 1
+        self.attempt = self._next_attempt(self.attempt)
         self.phase = AgentPhase.BACKING_OFF
         restarting = Restarting(
             attempt=self.attempt,
@@ -804,6 +814,10 @@ class SingleNodeMachine(AgentMachine):
 
     def _give_up(self, why: str, error: BaseException | None = None) -> list[Effect]:
         return self._finish(JobState.FAILED, why, self._exit_code_of_failure(), error)
+
+    def _give_up_for_good(self, why: str) -> list[Effect]:
+        self.is_permanent = True
+        return self._give_up(why)
 
     def _finish_stopped(self) -> list[Effect]:
         self.phase = AgentPhase.DONE

@@ -407,7 +407,7 @@ class MultiNodeMachine(AgentMachine):
             bool(reason),
             reason,
             code,
-            self._uptime,
+            self.uptime,
             end.first_success,
             may_be_leaving=self._may_be_leaving,
         )

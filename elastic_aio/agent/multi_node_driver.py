@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from msgspec.structs import replace
 
 from elastic_aio.agent.driver import Driver, call_decide
-from elastic_aio.agent.event_log import EventLog
+from elastic_aio.agent.event_log import EventWriter
 from elastic_aio.agent.machine import (
     AgentPhase,
     BarrierTimedOut,
@@ -69,7 +69,7 @@ class MultiNodeDriver(Driver):
     def __init__(
         self,
         runtime: LocalRuntime,
-        event_log: EventLog,
+        event_log: EventWriter,
         *,
         make_rendezvous: RendezvousFactory | None = None,
     ) -> None:

@@ -68,6 +68,7 @@ from elastic_aio.events import (
     WorkerStoreRefused,
 )
 from elastic_aio.logs.console import ConsoleTarget
+from elastic_aio.logs.files import RunDirectory
 from elastic_aio.process.adopted import subreaper
 from elastic_aio.process.children import Child, ChildSpec, Spawner
 from elastic_aio.process.descendants import marker_value
@@ -263,28 +264,14 @@ class LocalRuntime:
             self._reserved = 0
         has_logs = self.output.remove_empty()
         if self.spec.logs.keep_runs is not None and self.place is None:
-            await self._remove_old_runs(self.spec.logs.keep_runs)
+            directory = self.output.directory
+            # A node that has not met the others does not know which of them are this run's: it
+            # removes none.
+            if directory.job or self.spec.nnodes.maximum == 1:
+                await remove_old_runs(directory, self.spec.logs.keep_runs, self.publish)
         self.output.directory.close()
         self.attempt = -1
         return has_logs
-
-    async def _remove_old_runs(self, kept: int) -> None:
-        """Remove the directories of the runs that are not kept.
-
-        Cancellation: the thread that removes them runs on; it ends with the program.
-        """
-        # A node that has not met the others does not know which of them are this run's: it removes
-        # none.
-        directory = self.output.directory
-        if not (directory.job or self.spec.nnodes.maximum == 1):
-            return
-        try:
-            async with asyncio.timeout(_RUNS_S):
-                await run_in_thread(directory.remove_old_runs, kept, daemon=True)
-        except TimeoutError:
-            self.publish(LogsNotRemoved(why=f"it has taken more than {_RUNS_S:g} s"))
-        except OSError as error:
-            self.publish(LogsNotRemoved(why=error_reason(error)))
 
     async def _close_fork_server(self) -> None:
         if self._tree is None or not self.entrypoint.uses_forkserver:
@@ -474,6 +461,22 @@ class LocalRuntime:
     def _standard_streams(self) -> StandardStreams:
         assert self._streams is not None, "open() comes first"
         return self._streams
+
+
+async def remove_old_runs(
+    directory: RunDirectory, kept: int, publish: Callable[[Event], None]
+) -> None:
+    """Remove the directories of the runs beside one that are not kept.
+
+    Cancellation: the thread that removes them runs on; it ends with the program.
+    """
+    try:
+        async with asyncio.timeout(_RUNS_S):
+            await run_in_thread(directory.remove_old_runs, kept, daemon=True)
+    except TimeoutError:
+        publish(LogsNotRemoved(why=f"it has taken more than {_RUNS_S:g} s"))
+    except OSError as error:
+        publish(LogsNotRemoved(why=error_reason(error)))
 
 
 def _with_original_limit(child_spec: ChildSpec) -> ChildSpec:

@@ -83,45 +83,38 @@ class LoggedStream(Struct, eq=False):
 
 
 class LoggedStreams:
-    """The streams of the latest attempts; grows while the job runs.
+    """The streams of the latest attempts; grows while the job runs."""
 
-    Those of a tree have the streams of all its children.
-    """
-
-    def __init__(self, parent: LoggedStreams | None = None) -> None:
-        self._parent = parent
-        self._children: list[LoggedStreams] = []
-        if parent is not None:
-            parent._children.append(self)
-        self._streams: dict[str, LoggedStream] = {}  # by path, in the order of their start
+    def __init__(self) -> None:
+        # By child and by path, in the order of their start.
+        self._streams: dict[str, dict[str, LoggedStream]] = {"": {}}
         self.is_closed = False
         """Whether no stream is added any more."""
         self.on_change: dict[object, Callable[[], None]] = {}
         """Called, for each key, when a stream is added, is complete, or the job is over."""
 
     def __repr__(self) -> str:
-        return f"<LoggedStreams: {len(self._streams)}{', closed' if self.is_closed else ''}>"
+        return f"<LoggedStreams: {len([*self])}{', closed' if self.is_closed else ''}>"
 
     def __iter__(self) -> Iterator[LoggedStream]:
-        below = (stream for child in self._children for stream in child)
-        return iter([*self._streams.values(), *below])
+        return iter([stream for known in self._streams.values() for stream in known.values()])
 
     def get(self, path: str) -> LoggedStream | None:
-        return self._streams.get(path)
+        found = (known[path] for known in self._streams.values() if path in known)
+        return next(found, None)
 
     def add(self, stream: LoggedStream) -> None:
         """Add a stream of an attempt that begins; forget the streams of very old attempts."""
-        oldest = stream.attempt - _ATTEMPTS_MAX
-        if self._streams and next(iter(self._streams.values())).attempt <= oldest:
-            self._streams = {
-                path: other for path, other in self._streams.items() if other.attempt > oldest
-            }
-        self._streams[stream.path] = stream
+        oldest, known = stream.attempt - _ATTEMPTS_MAX, self._streams.get(stream.child, {})
+        if known and next(iter(known.values())).attempt <= oldest:
+            known = {path: other for path, other in known.items() if other.attempt > oldest}
+        known[stream.path] = stream
+        self._streams[stream.child] = known
         self._notify()
 
-    def complete(self, attempt: int) -> None:
+    def complete(self, attempt: int, child: str = "") -> None:
         """Note that the streams of an attempt grow no more.  Idempotent."""
-        for stream in self._streams.values():
+        for stream in self._streams.get(child, {}).values():
             stream.is_complete = stream.is_complete or stream.attempt == attempt
         self._notify()
 
@@ -135,8 +128,6 @@ class LoggedStreams:
     def _notify(self) -> None:
         for callback in [*self.on_change.values()]:
             callback()
-        if self._parent is not None:
-            self._parent._notify()
 
 
 def check_ranks(ranks: Collection[int], known: Collection[int]) -> None:

@@ -111,8 +111,10 @@ def read_usage(pid: int) -> tuple[ResourceUsage, int] | None:
 
 
 def with_usage(status: JobStatus) -> JobStatus:
-    """Return a status with the usage of the workers that run on this host."""
-    return replace(status, workers=tuple(map(_worker_with_usage, status.workers)))
+    """Return a status with the usage of the workers that run on this host, of children too."""
+    children = tuple(map(with_usage, status.children))
+    workers = tuple(map(_worker_with_usage, status.workers))
+    return replace(status, workers=workers, children=children)
 
 
 def _worker_with_usage(worker: WorkerStatus) -> WorkerStatus:

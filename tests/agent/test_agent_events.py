@@ -35,6 +35,7 @@ from elastic_aio import (
 )
 from elastic_aio.agent import worker_group
 from elastic_aio.agent.agent import driver_of
+from elastic_aio.agent.driver import Driver
 from elastic_aio.agent.event_log import EventLog
 from elastic_aio.agent.failures import WorkerRecord
 from tests.support.children import (
@@ -230,6 +231,7 @@ async def test_siblings_are_signalled_before_exits_are_explained(
 
     def explain(worker: WorkerRecord) -> str:
         driver = driver_of(agent)
+        assert isinstance(driver, Driver)
         assert driver.group is not None
         pids = [record.pid for record in driver.group.records.values()]
         signals.append([{*driver._runtime.tree.stop_signals(pid)} for pid in pids])

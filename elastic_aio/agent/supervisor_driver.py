@@ -1,0 +1,775 @@
+"""Performs the effects of a supervisor: the drivers of its children run at the same time.
+
+A child is a leaf, with a `LocalRuntime` of its own, or another supervisor.  What belongs to the job
+is shared by all of them: the event log, the console, the directory of the run (`TreeParts`).
+
+No child outlives its supervisor: a stop of that stops each of them in its turn, and a defect kills
+all of them.  When the event loop shuts down, it is the outermost supervisor that stops the tree,
+in its order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from random import random
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from elastic_aio.agent.driver import BaseDriver, Driver
+from elastic_aio.agent.event_log import EventLog, EventWriter
+from elastic_aio.agent.leaf import LeafPlace
+from elastic_aio.agent.machine import (
+    Finish,
+    PreemptionReceived,
+    Publish,
+    RestartReceived,
+    SingleNodeMachine,
+    Start,
+    StopReceived,
+)
+from elastic_aio.agent.preflight import check_file_size, resolve_nproc
+from elastic_aio.agent.runtime import LocalRuntime, remove_old_runs
+from elastic_aio.agent.supervisor import (
+    Arm,
+    ChildEffect,
+    ChildEnded,
+    ChildReady,
+    ChildRequest,
+    ChildStarted,
+    Disarm,
+    LeafRestarted,
+    PreemptChild,
+    PublishOf,
+    ReloadChild,
+    ReloadReceived,
+    ReportReady,
+    RestartChild,
+    ScaleChild,
+    ScaleReceived,
+    StartChild,
+    StopChild,
+    SupervisorMachine,
+    TimerElapsed,
+)
+from elastic_aio.aio import PausableClock, run_shielded, wall_clock, when_all_done
+from elastic_aio.child_events import ChildLaunched, ReadinessChanged
+from elastic_aio.errors import HostError, SpawnError, SpecError
+from elastic_aio.events import (
+    AttemptFailed,
+    Event,
+    JobFinished,
+    JobStarted,
+    Restarting,
+    WorkerReady,
+    WorkerStarted,
+)
+from elastic_aio.logs.console import ConsoleTarget
+from elastic_aio.logs.files import RunDirectory
+from elastic_aio.logs.streams import LoggedStreams
+from elastic_aio.outcome import (
+    AttemptResult,
+    Failure,
+    JobOutcome,
+    JobState,
+    LaunchResult,
+    make_result,
+)
+from elastic_aio.process.children import Spawner
+from elastic_aio.ranks import NodeSize, WorkerRanks, assign_node_ranks
+from elastic_aio.spec.group import AnySpec, GroupSpec
+from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.logs import LogSpec
+from elastic_aio.spec.stop import StopPlan
+from elastic_aio.stacks import StackDump
+from elastic_aio.status import JobStatus, StatusTracker
+
+if TYPE_CHECKING:
+    from elastic_aio.agent.multi_node_driver import RendezvousFactory
+
+_ATTEMPTS_MAX = 100  # of a child's result, over all its starts
+_KILLED = "an immediate stop was requested"
+
+
+def joined(path: str, name: str) -> str:
+    """Return the path of a child of the supervisor at `path`."""
+    return f"{path}/{name}" if path and name else path or name
+
+
+# ------------------------------------------------------------------ what a job has
+
+
+class TreeParts:
+    """What the children of one job share; `close` ends the directories of its run."""
+
+    def __init__(
+        self,
+        spec: AnySpec,
+        event_log: EventLog,
+        *,
+        run_id: str,
+        host: str,
+        spawner: Spawner,
+        console: ConsoleTarget | None = None,
+        adopt_orphans: bool = False,
+        make_rendezvous: RendezvousFactory | None = None,
+    ) -> None:
+        self.event_log = event_log
+        self.run_id = run_id
+        self.host = host
+        self.logged = LoggedStreams()
+        self.make_rendezvous = make_rendezvous
+        self._logs = spec.logs
+        self._spawner = spawner
+        self._console = console
+        self._adopts_orphans = adopt_orphans
+        self._directories: dict[str | None, RunDirectory] = {}
+
+    def open(self) -> str | None:
+        """Make the directory of the run, or raise SpecError; return what users may know of it."""
+        if self._logs.is_off:
+            return None
+        directory = self._directory(self._logs)
+        return None if self._logs.log_dir is None else directory.path
+
+    def _directory(self, logs: LogSpec) -> RunDirectory:
+        """Return the directory of the run below a `log_dir`; None: a temporary one."""
+        if (directory := self._directories.get(logs.log_dir)) is None:
+            directory = RunDirectory.make(logs, self.run_id, self.host)
+            self._directories[logs.log_dir] = directory
+        return directory
+
+    def make_directory(self, path: str, logs: LogSpec) -> RunDirectory:
+        """Make the directory of a leaf, or raise HostError, or SpecError for its `log_dir`."""
+        if logs.is_off:
+            return RunDirectory(None)
+        has_logs = logs.log_dir is not None or not (logs.redirects.is_empty and logs.tee.is_empty)
+        try:
+            return self._directory(logs).make_child(path, has_logs=has_logs)
+        except OSError as error:
+            raise HostError(
+                f"cannot create the directory of {path or 'the job'}: {error}"
+            ) from error
+
+    def with_logs(self, spec: LaunchSpec) -> LaunchSpec:
+        """Return a leaf with the logs of the job, if it has none of its own."""
+        return spec.replace(logs=self._logs) if spec.logs == LogSpec() else spec
+
+    def make_runtime(
+        self, spec: LaunchSpec, nproc: int, log: EventWriter, place: LeafPlace, run_id: str
+    ) -> LocalRuntime:
+        return LocalRuntime(
+            spec,
+            run_id=run_id,
+            host=self.host,
+            nproc=nproc,
+            spawner=self._spawner,
+            publish=log.append,
+            publish_later=log.append_later,
+            console=self._console,
+            adopt_orphans=self._adopts_orphans,
+            place=place,
+        )
+
+    async def close(self) -> str | None:
+        """Remove what is empty, and old runs; return the directory with logs, if one remains."""
+        self.logged.close()
+        found = None
+        for log_dir, directory in self._directories.items():
+            if directory.remove_empty() and log_dir in (self._logs.log_dir, None):
+                found = found or directory.path
+            if log_dir is not None and self._logs.keep_runs is not None:
+                publish = self.event_log.append
+                await remove_old_runs(directory, self._logs.keep_runs, publish)
+            directory.close()
+        return found
+
+
+class ChildLog:
+    """The event log of one start of a child: its events are the job's, with the child's path."""
+
+    def __init__(self, log: EventLog, path: str, generation: int = 0) -> None:
+        self._log = log
+        self._path = path
+        self._generation = generation
+
+    @property
+    def tracker(self) -> StatusTracker:
+        return self._log.tracker.at(self._path) if self._path else self._log.tracker
+
+    def append(self, event: Event) -> None:
+        if isinstance(event, JobStarted) and (self._path or self._generation):
+            event = ChildLaunched(
+                attempt=event.attempt,
+                generation=self._generation,
+                entrypoint=event.entrypoint,
+                nproc_per_node=event.nproc_per_node,
+                max_restarts=event.max_restarts,
+                log_dir=event.log_dir,
+                role=event.role,
+                children=event.children,
+            )
+        if not isinstance(event, JobFinished):  # the supervisor says what follows
+            self._log.append(event, self._path)
+
+    def append_later(self, make: Callable[[], Event]) -> None:
+        self._log.append_later_to(self, make)
+
+    def close(self) -> None:
+        self._log.make_all()
+
+
+class LeafLog(ChildLog):
+    """The event log of a leaf, which says when all its workers run, and are ready."""
+
+    def __init__(
+        self,
+        log: EventLog,
+        path: str,
+        effect: StartChild,
+        receive: Callable[[Any], None],
+        *,
+        nproc: int,
+        has_ready: bool,
+    ) -> None:
+        super().__init__(log, path, effect.generation)
+        self._child = effect.name, effect.generation
+        self._receive = receive
+        self._nproc = nproc
+        self._has_ready = has_ready
+        self._attempt = -1
+        self._started: set[int] = set()
+        self._ready: set[int] = set()
+        self._failures: tuple[Failure, ...] = ()
+
+    def append(self, event: Event) -> None:
+        super().append(event)
+        match event:
+            case WorkerStarted():
+                if event.attempt != self._attempt:
+                    self._attempt = event.attempt
+                    self._started, self._ready = set(), set()
+                self._started.add(event.local_rank)
+                if len(self._started) == self._nproc:
+                    self._receive(ChildStarted(*self._child))
+                    if not self._has_ready:
+                        self.append(ReadinessChanged(attempt=event.attempt, is_ready=True))
+            case WorkerReady() if event.attempt == self._attempt and self._has_ready:
+                is_first = event.local_rank not in self._ready
+                self._ready.add(event.local_rank)
+                if is_first and len(self._ready) == self._nproc:
+                    self.append(ReadinessChanged(attempt=event.attempt, is_ready=True))
+                    self._receive(ChildReady(*self._child))
+            case AttemptFailed():
+                self._failures = event.failures
+            case Restarting():
+                self._receive(LeafRestarted(*self._child, event.restarts, self._failures))
+                self._failures = ()
+
+
+# ------------------------------------------------------------------ the children
+
+
+class _Start:
+    """One start of a child: its driver, and the requests that wait until that is open."""
+
+    def __init__(self, effect: StartChild) -> None:
+        self.effect = effect
+        self.driver: BaseDriver | None = None
+        self.is_open = False
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._requests: list[Callable[[BaseDriver], object]] = []
+
+    def __repr__(self) -> str:
+        return f"<start {self.effect.generation} of {self.effect.name}: {self.driver}>"
+
+    def request(self, call: Callable[[BaseDriver], object]) -> None:
+        """Call a function with the driver, as soon as that is open."""
+        if self.is_open and self.driver is not None:
+            call(self.driver)
+        elif not self.over.done():
+            self._requests.append(call)
+
+    def open(self) -> None:
+        self.is_open = True
+        requests, self._requests = self._requests, []
+        for call in requests:
+            self.request(call)
+
+
+class SupervisorDriver(BaseDriver):
+    """A supervisor of children: of a whole job, or a child itself."""
+
+    def __init__(
+        self,
+        spec: AnySpec,
+        parts: TreeParts,
+        *,
+        path: str = "",
+        generation: int = 0,
+        nproc: int = 1,
+        parent: SupervisorDriver | None = None,
+        on_ready: Callable[[bool], None] | None = None,
+    ) -> None:
+        log: EventWriter = ChildLog(parts.event_log, path, generation)
+        if parent is None:
+            log = parts.event_log
+        super().__init__(spec, parts.run_id, log)
+        self._parts = parts
+        self._path = path
+        self._nproc = nproc
+        self._parent = parent
+        self._on_ready = on_ready
+        self._clock = PausableClock()
+        supervised = _with_supervisor(spec) if parent is None else spec
+        self._machine = SupervisorMachine(supervised, random, nproc=nproc)
+        self._starts: dict[tuple[str, int], _Start] = {}
+        self._timers: dict[str, asyncio.Task[Any]] = {}
+        self._attempts: dict[str, int] = {}  # the latest numbers
+        self._results: dict[str, LaunchResult] = {}
+        self._ended: dict[str, deque[AttemptResult]] = {}
+        self._began = self._clock.now()
+        self._refusal: BaseException | None = None
+
+    def __repr__(self) -> str:
+        return f"<SupervisorDriver of {self._path or 'the job'}: {self._machine!r}>"
+
+    # ------------------------------------------------------------- questions
+
+    @property
+    def _live(self) -> Iterator[BaseDriver]:
+        for start in [*self._starts.values()]:
+            if start.is_open and start.driver is not None:
+                yield start.driver
+
+    def over(self, name: str) -> asyncio.Future[None]:
+        """Return a future that is done when nothing of the present starts of a child is left."""
+        return when_all_done(one.over for one in self._starts.values() if one.effect.name == name)
+
+    @property
+    def leaves(self) -> list[Driver]:
+        return [leaf for driver in self._live for leaf in driver.leaves]
+
+    @property
+    def runtimes(self) -> list[LocalRuntime]:
+        return [runtime for driver in self._live for runtime in driver.runtimes]
+
+    @property
+    def logged(self) -> LoggedStreams:
+        return self._parts.logged
+
+    def with_reports(self, status: JobStatus) -> JobStatus:
+        latest = {start.effect.name: start.driver for start in self._starts.values()}
+        if (only := latest.get("")) is not None:
+            return only.with_reports(status)
+        children = []
+        for child in status.children:
+            driver = latest.get(child.child.rpartition("/")[2])
+            children.append(child if driver is None else driver.with_reports(child))
+        return replace(status, children=tuple(children))
+
+    async def dump(self, reason: str) -> StackDump:
+        dumps = await asyncio.gather(*(leaf.dump(reason) for leaf in self.leaves))
+        if len(dumps) == 1:
+            return dumps[0]
+        workers = tuple(worker for dump in dumps for worker in dump.workers)
+        return StackDump(time=wall_clock(), attempt=0, reason=reason, workers=workers)
+
+    def at(self, path: str) -> BaseDriver | None:
+        """Return the driver of the child at a path; None if it does not run.
+
+        Raises:
+            SpecError: there is no such child.
+        """
+        if not path:
+            return self
+        name, _, rest = path.partition("/")
+        latest = [one for one in self._starts.values() if one.effect.name in (name, "")]
+        start = max(latest, key=lambda one: one.effect.generation, default=None)
+        if start is not None and not start.effect.name:
+            name, rest = "", path
+        if name not in self._machine.children:
+            known = ", ".join(joined(self._path, one) for one in self._machine.children)
+            raise SpecError("child", joined(self._path, name), f"must be one of: {known}")
+        driver = None if start is None or not start.is_open else start.driver
+        if driver is None or not rest:
+            return driver
+        if not isinstance(driver, SupervisorDriver):
+            raise SpecError("child", joined(self._path, path), f"{name} has no children")
+        return driver.at(rest)
+
+    def supervisor_of(self, path: str) -> tuple[SupervisorDriver, str]:
+        """Return the supervisor that decides about a child, and the child's name there.
+
+        Raises:
+            SpecError: there is no such child, or its supervisor does not run.
+        """
+        if not path:
+            only = self._only() if "" in self._machine.children else None
+            return (only if isinstance(only, SupervisorDriver) else self), ""
+        above, _, name = path.rpartition("/")
+        found = self.at(above)
+        if isinstance(found, SupervisorDriver) and "" in found._machine.children:
+            found = found._only()
+        if not isinstance(found, SupervisorDriver):
+            raise SpecError("child", path, f"{above or 'the job'} does not run, or has no children")
+        found.at(name)
+        return found, name
+
+    def _only(self) -> BaseDriver | None:
+        """Return the driver of the only child, which has no name: a job that starts anew."""
+        return next(self._live, None)
+
+    def request(self, request: ChildRequest) -> None:
+        """Hand in a request about a child, or raise SpecError if no child can fulfil it."""
+        self._machine.check(request)
+        self.receive(request)
+
+    # -------------------------------------------------------------- requests
+
+    async def open(self) -> None:
+        """Check the children, make the directory of the run, and start the first of them."""
+        is_outermost = self._parent is None
+        for spec in _leaves_of(self._spec) if is_outermost else ():
+            check_file_size(resolve_nproc(spec))
+        log_dir = self._parts.open() if is_outermost else None
+        if not (is_outermost and [*self._machine.children] == [""]):
+            self._event_log.append(
+                JobStarted(
+                    entrypoint=self._spec.name,
+                    nproc_per_node=0 if isinstance(self._spec, GroupSpec) else self._nproc,
+                    nnodes="1",
+                    max_restarts=self._spec.max_restarts,
+                    agent_pid=os.getpid(),
+                    log_dir=log_dir,
+                    role="" if isinstance(self._spec, GroupSpec) else self._spec.role,
+                    children=tuple(self._machine.children),
+                )
+            )
+        self._begin(Start())
+
+    def request_stop(
+        self, reason: str, signal: int | None = None, plan: StopPlan | None = None
+    ) -> None:
+        self.receive(StopReceived(reason, signal, plan))
+
+    def request_restart(self, reason: str) -> None:
+        self.receive(RestartReceived(reason))
+
+    def request_preemption(self, reason: str, seconds: float | None = None) -> bool:
+        left = self._spec.preemption.deadline if seconds is None else seconds
+        is_first = self._machine.notice is None
+        self.receive(PreemptionReceived(reason, wall_clock() + left, left))
+        return is_first
+
+    def kill(self, reason: str = "", stop: StopReceived | None = None) -> None:
+        stop = stop or StopReceived(_KILLED)
+        for start in [*self._starts.values()]:
+            start.request(lambda driver: driver.kill(reason, stop))
+        self.receive(stop)
+
+    def _skip(self, seconds: float) -> None:
+        super()._skip(seconds)
+        self._skip_own(seconds)
+
+    def _skip_own(self, seconds: float) -> None:
+        self._clock.skip(seconds)
+        for driver in self._live:
+            if isinstance(driver, SupervisorDriver):
+                driver._skip_own(seconds)
+
+    # ---------------------------------------------------------------- inputs
+
+    def _prepare(self, received: Any) -> None:
+        pass
+
+    def _handle(self, received: Any) -> Sequence[Any]:
+        return self._machine.handle(received, self._clock.now())
+
+    def _perform(self, effect: Any) -> None:
+        match effect:
+            case Publish(event):
+                self._event_log.append(event)
+            case PublishOf(name, event):
+                log = ChildLog(self._parts.event_log, joined(self._path, name))
+                log.append(replace(event, attempt=max(0, self._attempts.get(name, 0))))
+            case StartChild():
+                start = self._starts[effect.name, effect.generation] = _Start(effect)
+                self._run(effect, self._start(start))
+            case Arm():
+                self._disarm(effect.name)
+                self._timers[effect.name] = self._run(effect, self._wait(effect))
+            case Disarm(name):
+                self._disarm(name)
+            case ReportReady(is_ready):
+                self._report_ready(is_ready=is_ready)
+            case Finish():
+                self._run(effect, self._finish(effect))
+            case ChildEffect():
+                if (found := self._starts.get((effect.name, effect.generation))) is not None:
+                    found.request(partial(_change, effect))
+
+    def _report_ready(self, *, is_ready: bool) -> None:
+        if not (self._parent is None and "" in self._machine.children):
+            self._event_log.append(ReadinessChanged(is_ready=is_ready))
+        if self._on_ready is not None:
+            self._on_ready(is_ready)
+
+    def _disarm(self, name: str) -> None:
+        if (timer := self._timers.pop(name, None)) is not None:
+            self._abandon(timer)
+
+    async def _wait(self, effect: Arm) -> TimerElapsed:
+        await self._clock.sleep(effect.delay)
+        return TimerElapsed(effect.name, effect.token)
+
+    def _on_cancelled(self, effect: Any) -> None:
+        if isinstance(effect, Finish):
+            self._run(effect, self._finish(effect))
+        elif isinstance(effect, StartChild):
+            why = "the event loop is shutting down"
+            self._end_start(effect, JobOutcome(JobState.STOPPED, why, 143))
+
+    # ------------------------------------------------------- start of a child
+
+    async def _start(self, start: _Start) -> None:
+        """Open the driver of a child; its end is an input."""
+        effect = start.effect
+        try:
+            start.driver = self._make_driver(effect)
+            start.driver.is_left = True  # the outermost supervisor warns
+            start.driver.on_shutdown = self._shut_down
+            start.driver.finds_lost_jobs, self.finds_lost_jobs = self.finds_lost_jobs, False
+            await start.driver.open()
+        except (SpecError, HostError, SpawnError) as error:
+            is_wrong = isinstance(error, SpecError)
+            self._refusal = self._refusal or error
+            outcome = JobOutcome(JobState.FAILED, str(error), 2 if is_wrong else 1)
+            self._end_start(effect, outcome, is_permanent=is_wrong)
+            return
+        start.driver.done.add_done_callback(lambda _: self._on_child_done(start))
+        start.open()
+
+    def _end_start(
+        self, effect: StartChild, outcome: JobOutcome, *, is_permanent: bool = False
+    ) -> None:
+        """Answer a start that was never open."""
+        start = self._starts.pop((effect.name, effect.generation), None)
+        if start is not None:
+            start.over.set_result(None)
+            ended = ChildEnded(effect.name, effect.generation, outcome, is_permanent=is_permanent)
+            self.receive(ended)
+
+    def _make_driver(self, effect: StartChild) -> BaseDriver:
+        name, path = effect.name, joined(self._path, effect.name)
+        spec = effect.spec
+        is_group = isinstance(spec, GroupSpec)
+        if isinstance(spec, LaunchSpec):
+            is_group = effect.rank is None and spec.restart.scope != "group"
+        if not is_group:
+            assert isinstance(spec, LaunchSpec)
+            return self._make_leaf(spec, effect, path)
+
+        def on_ready(is_ready: bool) -> None:
+            if is_ready:
+                self.receive(ChildStarted(name, effect.generation))
+            self.receive(ChildReady(name, effect.generation, is_ready))
+
+        nproc = resolve_nproc(spec) if isinstance(spec, LaunchSpec) else 1
+        if isinstance(spec, LaunchSpec):
+            spec = self._named(spec, name)
+        return SupervisorDriver(
+            spec,
+            self._parts,
+            path=path,
+            generation=effect.generation,
+            nproc=nproc,
+            parent=self,
+            on_ready=on_ready,
+        )
+
+    def _named(self, spec: LaunchSpec, name: str) -> LaunchSpec:
+        """Return a leaf whose role is the name of the child, unless it has another one."""
+        return spec.replace(role=name) if spec.role == "default" and name else spec
+
+    def _make_leaf(self, spec: LaunchSpec, effect: StartChild, path: str) -> Driver:
+        name, rank, nproc = effect.name, effect.rank, 1
+        worker: WorkerRanks | None = None
+        run_id = self._parts.run_id
+        if rank is None:
+            spec = self._named(spec, name)
+            nproc = resolve_nproc(spec)
+            run_id = ".".join(filter(None, (run_id, path.replace("/", "."))))
+        else:
+            (node,) = assign_node_ranks([NodeSize(spec.role, max(rank + 1, effect.world_size))])
+            worker = node.worker_ranks(node.world_size)[rank]
+            above = self._path.replace("/", ".")
+            run_id = ".".join(filter(None, (run_id, above)))
+        spec = self._parts.with_logs(spec)
+        is_alone = spec.nnodes.maximum == 1
+        where = path if is_alone or not effect.generation else f"{path}/{effect.generation}"
+        directory = partial(self._parts.make_directory, where)
+        place = LeafPlace(path, directory, self._parts.logged, worker)
+        log = LeafLog(
+            self._parts.event_log,
+            path,
+            effect,
+            self.receive,
+            nproc=nproc,
+            has_ready=getattr(spec, "ready", None) is not None,
+        )
+        runtime = self._parts.make_runtime(spec, nproc, log, place, run_id)
+        if is_alone:
+            next_attempt = partial(self._next_attempt, name)
+            machine = SingleNodeMachine(
+                spec,
+                nproc,
+                random,
+                attempt=next_attempt(-1),
+                next_attempt=next_attempt,
+                restarts=effect.restarts,
+            )
+            return Driver(runtime, machine, log)
+        from elastic_aio.agent.multi_node_driver import MultiNodeDriver
+
+        return MultiNodeDriver(runtime, log, make_rendezvous=self._parts.make_rendezvous)
+
+    def _next_attempt(self, name: str, former: int) -> int:
+        """Return the number of the next attempt of a child: they go on over its starts."""
+        number = max(self._attempts.get(name, -1), former) + 1
+        self._attempts[name] = number
+        return number
+
+    # --------------------------------------------------------- end of a child
+
+    def _on_child_done(self, start: _Start) -> None:
+        driver, effect = start.driver, start.effect
+        assert driver is not None, "it has been opened"
+        self._starts.pop((effect.name, effect.generation), None)
+        start.over.set_result(None)
+        outcome, result = driver.outcome, driver.result
+        if outcome is None or result is None:
+            outcome = JobOutcome(JobState.FAILED, f"internal error: {driver.error!r}", 1)
+        else:
+            self._note_result(effect.name, result)
+        if driver.error is not None:
+            self._refusal = driver.error
+        ended = ChildEnded(
+            effect.name,
+            effect.generation,
+            outcome,
+            failures=() if result is None else result.failures,
+            ran_for=driver.ran_for,
+            has_progress=driver.has_progress,
+            is_permanent=driver.is_permanent or driver.error is not None,
+        )
+        self.receive(ended)
+
+    def _note_result(self, name: str, result: LaunchResult) -> None:
+        """Keep the result of the latest start of a child, with the attempts of all its starts."""
+        attempts = self._ended.setdefault(name, deque(maxlen=_ATTEMPTS_MAX))
+        attempts.extend(result.attempts)
+        restarts = self._machine.children[name].restarts if name in self._machine.children else 0
+        changes = {"attempts": tuple(attempts), "restarts": max(restarts, result.restarts)}
+        self._results[name] = replace(result, **changes)
+
+    # ------------------------------------------------------------------- end
+
+    async def _finish(self, effect: Finish) -> None:
+        outcome = effect.outcome
+        for timer in [*self._timers]:
+            self._disarm(timer)
+        while self._starts:  # after a defect only
+            await asyncio.wait([start.over for start in self._starts.values()])
+        is_outermost = self._parent is None
+        log_dir = await run_shielded(self._parts.close) if is_outermost else None
+        duration = self._clock.now() - self._began
+        tracker = self._event_log.tracker
+        goodput = tracker.goodput(wall_clock())
+        result = make_result(
+            self._parts.run_id,
+            outcome,
+            0,
+            (),
+            duration,
+            wall_clock(),
+            log_dir=log_dir,
+            goodput=goodput,
+        )
+        self.result = self._with_children(result)
+        self.error = effect.error
+        if outcome.state is JobState.FAILED and is_outermost:
+            self.error = self.error or self._refusal
+        self.outcome = outcome
+        self._event_log.append(
+            JobFinished(
+                attempt=self.result.attempts[-1].number if self.result.attempts else 0,
+                state=outcome.state,
+                why=outcome.why,
+                exit_code=outcome.exit_code,
+                duration=duration,
+                restarts=outcome.restarts,
+                goodput=goodput,
+            )
+        )
+        self._settle()
+
+    def _with_children(self, result: LaunchResult) -> LaunchResult:
+        only = self._results.get("")
+        if only is not None:
+            attempts = only.attempts or result.attempts
+            return replace(
+                result,
+                attempts=attempts,
+                return_values=only.return_values,
+                children=only.children,
+                log_dir=result.log_dir and only.log_dir,
+            )
+        order = [name for name in self._machine.children if name in self._results]
+        children = {name: self._results[name] for name in order}
+        values: dict[int, Any] = {}
+        if not isinstance(self._spec, GroupSpec):  # independent workers
+            for child in children.values():
+                values.update(child.return_values)
+        return replace(result, children=children, return_values=values)
+
+    async def _kill_and_finish(self, finish: Finish) -> None:
+        for start in [*self._starts.values()]:
+            start.request(lambda driver: driver.kill(finish.outcome.why))
+        await self._finish(finish)
+
+    @property
+    def ran_for(self) -> float:
+        return self._clock.now() - self._began
+
+
+def _change(effect: ChildEffect, driver: BaseDriver) -> None:
+    """Perform an effect on a child that is open."""
+    match effect:
+        case StopChild():
+            driver.request_stop(effect.reason, effect.signal, effect.plan)
+        case RestartChild():
+            driver.request_restart(effect.reason)
+        case PreemptChild():
+            driver.receive(effect.notice)
+        case ReloadChild():
+            driver.receive(ReloadReceived("", effect.spec))
+        case ScaleChild():
+            driver.receive(ScaleReceived("", effect.number))
+
+
+def _with_supervisor(spec: AnySpec) -> AnySpec:
+    """Return a job that starts anew as a whole as the only child, without a name, of a group."""
+    if isinstance(spec, GroupSpec):
+        is_restarted = spec.restart == "always" or spec.max_restarts
+    else:
+        is_restarted = spec.restart.scope == "group"
+    return GroupSpec({"": spec}, window=None) if is_restarted else spec
+
+
+def _leaves_of(spec: AnySpec) -> list[LaunchSpec]:
+    return [spec] if isinstance(spec, LaunchSpec) else [leaf for _, leaf in spec.leaves()]
