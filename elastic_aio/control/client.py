@@ -41,8 +41,10 @@ from elastic_aio.control.protocol import (
     GetEvents,
     GetStatus,
     PreemptJob,
+    ReloadJob,
     Reply,
     RestartJob,
+    ScaleJob,
     SendSignal,
     StatusReply,
     StopJob,
@@ -280,8 +282,9 @@ class JobClient:
         signal: int | str | None = None,
         kill: bool = False,
         wait: bool = True,
+        child: str = "",
     ) -> EndReply | None:
-        """End the job by its stop plan; return how it has ended.
+        """End the job by its stop plan; return how it has ended, None of a child.
 
         Args:
             reason: for the events and the result.
@@ -290,10 +293,10 @@ class JobClient:
             wait: wait for the end; otherwise return None when the stop has begun.
         """
         number = None if signal is None else signal_number("signal", signal)
-        request = StopJob(reason=reason, signal=number, kill=kill, wait=wait)
-        if wait:
+        request = StopJob(reason=reason, signal=number, kill=kill, wait=wait, child=child)
+        if wait and not child:
             return await self._ask(request, EndReply)
-        await self._ask(request, DoneReply, self._timeout)
+        await self._ask(request, DoneReply, None if wait else self._timeout)
         return None
 
     async def kill_launcher(self) -> bool:
@@ -322,9 +325,17 @@ class JobClient:
                     await self._wait([pidfd], deadline - time.monotonic())
             return has_ended(channel.agent)
 
-    async def restart(self, reason: str = "") -> bool:
+    async def restart(self, reason: str = "", *, child: str = "") -> bool:
         """Replace the present attempt; True once another one runs, False if the job has ended."""
-        return (await self._ask(RestartJob(reason=reason), DoneReply)).is_done
+        return (await self._ask(RestartJob(reason=reason, child=child), DoneReply)).is_done
+
+    async def reload(self, child: str = "") -> bool:
+        """Start the workers of a child anew, one after the other; return whether all were."""
+        return (await self._ask(ReloadJob(child=child), DoneReply)).is_done
+
+    async def scale(self, child: str, number: int) -> None:
+        """Change the number of the workers of a child."""
+        await self._ask(ScaleJob(child=child, number=number), DoneReply)
 
     async def preempt(self, seconds: float | None = None, reason: str = "") -> bool:
         """Give notice of a preemption in so many `seconds`; None: the seconds of the job's spec.
@@ -334,17 +345,20 @@ class JobClient:
         request = PreemptJob(seconds=seconds, reason=reason)
         return (await self._ask(request, DoneReply, self._timeout)).is_done
 
-    async def signal(self, signal: int | str, rank: int | None = None) -> DoneReply:
+    async def signal(
+        self, signal: int | str, rank: int | None = None, *, child: str = ""
+    ) -> DoneReply:
         """Send a signal to the worker `rank`, or to each worker of the node.
 
         Returns the `pids` that got it, and the `unhandled` ranks, which have no handler for it.
         """
-        request = SendSignal(signal=signal_number("signal", signal), rank=rank)
+        request = SendSignal(signal=signal_number("signal", signal), rank=rank, child=child)
         return await self._ask(request, DoneReply, self._timeout)
 
-    async def dump(self, reason: str = "") -> DumpReply:
+    async def dump(self, reason: str = "", *, child: str = "") -> DumpReply:
         """Return what all workers of the node are doing: the `text`, and the `path` of its file."""
-        return await self._ask(DumpStacks(reason=reason), DumpReply, max(_DUMP_S, self._timeout))
+        request = DumpStacks(reason=reason, child=child)
+        return await self._ask(request, DumpReply, max(_DUMP_S, self._timeout))
 
     async def wait(self, timeout: float | None = None) -> EndReply:
         """Wait for the end of the job; return its `state`, `why`, and its `exit_code`.

@@ -27,6 +27,8 @@ class _ControlMessage(Struct, frozen=True, kw_only=True, tag_field="command"):
     version: int = VERSION
     acknowledge: bool = False
     """Whether the answer begins with an `AcceptedReply`: it may take as long as the job."""
+    child: str = ""
+    """The path of the child that the request is about; empty for the job itself."""
 
 
 class GetStatus(_ControlMessage, frozen=True, kw_only=True, tag="status"):
@@ -51,7 +53,7 @@ class GetEvents(_ControlMessage, frozen=True, kw_only=True, tag="events"):
 class StopJob(_ControlMessage, frozen=True, kw_only=True, tag="stop"):
     """Stop the job by its plan, with `signal` first; `kill`: at once.
 
-    Answer: as `AwaitEnd`; without `wait`: `DoneReply` at once.
+    Answer: as `AwaitEnd`, of a child `DoneReply`; without `wait`: `DoneReply` at once.
     """
 
     reason: str = ""
@@ -76,6 +78,19 @@ class PreemptJob(_ControlMessage, frozen=True, kw_only=True, tag="preempt"):
     seconds: float | None = None
 
 
+class ReloadJob(_ControlMessage, frozen=True, kw_only=True, tag="reload"):
+    """Start the workers of the child anew, one after the other where that is possible.
+
+    Answer: `DoneReply`; it is done if all were replaced.
+    """
+
+
+class ScaleJob(_ControlMessage, frozen=True, kw_only=True, tag="scale"):
+    """Change the number of workers of the child, or of equal children.  Answer: `DoneReply`."""
+
+    number: int
+
+
 class SendSignal(_ControlMessage, frozen=True, kw_only=True, tag="signal"):
     """Send a signal to the worker `rank`, or to each worker of the node.  Answer: `DoneReply`."""
 
@@ -94,7 +109,16 @@ class AwaitEnd(_ControlMessage, frozen=True, kw_only=True, tag="wait"):
 
 
 ControlRequest = (
-    GetStatus | GetEvents | StopJob | RestartJob | PreemptJob | SendSignal | DumpStacks | AwaitEnd
+    GetStatus
+    | GetEvents
+    | StopJob
+    | RestartJob
+    | PreemptJob
+    | ReloadJob
+    | ScaleJob
+    | SendSignal
+    | DumpStacks
+    | AwaitEnd
 )
 
 

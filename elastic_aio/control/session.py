@@ -26,8 +26,10 @@ from elastic_aio.control.protocol import (
     GetEvents,
     GetStatus,
     PreemptJob,
+    ReloadJob,
     Reply,
     RestartJob,
+    ScaleJob,
     SendSignal,
     StatusReply,
     StopJob,
@@ -38,6 +40,7 @@ from elastic_aio.control.sockets import describe_peer, has_event
 from elastic_aio.errors import ControlError, SpecError
 from elastic_aio.event_json import event_to_json
 from elastic_aio.events import Event, JobFinished, SignalForwarded
+from elastic_aio.outcome import SIGKILL
 from elastic_aio.stacks import StackDump
 from elastic_aio.status import JobStatus
 from elastic_aio.text import format_value
@@ -62,7 +65,6 @@ class ViewedJob(Protocol):
 class ControlledJob(ViewedJob, Protocol):
     """The part of an `Agent` that a request on the control socket needs."""
 
-    def pids(self) -> dict[int, int]: ...
     def kill(
         self,
         *,
@@ -70,14 +72,24 @@ class ControlledJob(ViewedJob, Protocol):
         reason: str = "an immediate stop was requested",
     ) -> None: ...
     def stop(
-        self, *, signal: int | str | None = None, reason: str = "a stop was requested"
+        self,
+        *,
+        signal: int | str | None = None,
+        reason: str = "a stop was requested",
+        child: str = "",
     ) -> Awaitable[None]: ...
-    async def restart(self, reason: str = "a restart was requested") -> bool: ...
+    async def restart(
+        self, reason: str = "a restart was requested", *, child: str = ""
+    ) -> bool: ...
+    async def reload(self, child: str = "") -> bool: ...
+    async def scale(self, child: str, number: int) -> None: ...
     def preempt(
         self, *, seconds: float | None = None, reason: str = "a preemption was requested"
     ) -> bool: ...
-    async def dump(self, reason: str = "a dump was requested") -> StackDump: ...
-    def forward_signal(self, signal: int | str, *, rank: int | None = None) -> tuple[int, ...]: ...
+    async def dump(self, reason: str = "a dump was requested", *, child: str = "") -> StackDump: ...
+    def forward_signal(
+        self, signal: int | str, *, rank: int | None = None, child: str = ""
+    ) -> tuple[int, ...]: ...
 
 
 async def serve(connection: socket.socket, job: ControlledJob, place: Place) -> None:
@@ -198,23 +210,33 @@ async def _perform(job: ControlledJob, request: ControlRequest, client: str, sen
         case SendSignal():
             return await _send_signal(job, request)
         case DumpStacks(reason=reason):
-            dump = await job.dump(_reason(reason, client))
+            dump = await job.dump(_reason(reason, client), child=request.child)
             return DumpReply(str(dump), dump.path)
         case RestartJob(reason=reason):
-            return DoneReply(is_done=await job.restart(_reason(reason, client)))
+            child, reason = request.child, _reason(reason, client)
+            return DoneReply(is_done=await job.restart(reason, child=child))
+        case ReloadJob():
+            return DoneReply(is_done=await job.reload(request.child))
+        case ScaleJob(number=number):
+            await job.scale(request.child, number)
+            return DoneReply()
         case PreemptJob(reason=reason, seconds=seconds):
             return DoneReply(is_done=job.preempt(seconds=seconds, reason=_reason(reason, client)))
         case StopJob():
-            reason = _reason(request.reason, client)
-            if request.kill:
-                job.kill(signal=request.signal, reason=reason)
-            stopping = job.stop(signal=request.signal, reason=reason)
-            if not request.wait:
-                return DoneReply()
-            await stopping
-            return await _end_of(job)
+            return await _stop(job, request, client)
         case AwaitEnd():
             return await _end_of(job)
+
+
+async def _stop(job: ControlledJob, request: StopJob, client: str) -> Reply:
+    reason, number = _reason(request.reason, client), request.signal
+    if request.kill and not request.child:
+        job.kill(signal=number, reason=reason)
+    number = SIGKILL if request.kill and request.child else number
+    stopping = job.stop(signal=number, reason=reason, child=request.child)
+    if request.wait:
+        await stopping
+    return await _end_of(job) if request.wait and not request.child else DoneReply()
 
 
 def _reason(given: str, client: str) -> str:
@@ -222,11 +244,12 @@ def _reason(given: str, client: str) -> str:
 
 
 async def _send_signal(job: ControlledJob, request: SendSignal) -> Reply:
-    last, workers = job.status(usage=False).seq, job.pids()
-    pids = job.forward_signal(request.signal, rank=request.rank)
-    async for event in job.events(last):
+    status = job.status(usage=False)
+    workers = [worker for leaf in status.leaves for worker in leaf.workers]
+    pids = job.forward_signal(request.signal, rank=request.rank, child=request.child)
+    async for event in job.events(status.seq):
         if isinstance(event, SignalForwarded):
-            unhandled = (rank for rank, pid in workers.items() if pid in event.unhandled)
+            unhandled = (one.rank for one in workers if one.pid in event.unhandled)
             return DoneReply(pids=pids, unhandled=tuple(sorted(unhandled)))
     return DoneReply(pids=pids)
 

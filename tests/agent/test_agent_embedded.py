@@ -68,7 +68,9 @@ async def test_stopping_with_sigkill_skips_the_plan() -> None:
 
 async def test_a_wrong_type_of_spec_is_refused() -> None:
     """A script's name is not a job yet."""
-    with pytest.raises(SpecError, match=r"^spec: must be a LaunchSpec \(got 'train\.py'\)$"):
+    with pytest.raises(
+        SpecError, match=r"^spec: must be a LaunchSpec or a GroupSpec \(got 'train\.py'\)$"
+    ):
         await launch("train.py")  # type: ignore[arg-type]  # that is the point
 
 
