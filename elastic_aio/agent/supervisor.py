@@ -6,22 +6,56 @@ a supervisor of their own.  The children of independent workers are gangs of one
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from enum import Enum
+from enum import Enum, IntEnum
+from typing import Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from elastic_aio.agent.machine import (
     Effect,
+    Finish,
     PreemptionReceived,
+    Publish,
     RestartReceived,
     Start,
     StopReceived,
+    why_stopped,
 )
+from elastic_aio.child_events import (
+    ChildFinished,
+    ChildRestarting,
+    ReloadFailed,
+    ReloadFinished,
+    Scaled,
+)
+from elastic_aio.errors import SpecError
 from elastic_aio.events import Event
-from elastic_aio.outcome import Failure, JobOutcome
-from elastic_aio.spec.group import AnySpec
+from elastic_aio.outcome import SIGKILL, Failure, JobOutcome, JobState, preempted
+from elastic_aio.spec.group import (
+    AnySpec,
+    GroupSpec,
+    check_reload,
+    group_of,
+    is_same_kind,
+    ready_timeout,
+    reports_ready,
+    restarted_by_supervisor,
+    scaled_to,
+    template_of,
+)
+from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.restart import (
+    UNLIMITED,
+    RestartAction,
+    RestartBudget,
+    RestartDecision,
+    RestartPolicy,
+)
 from elastic_aio.spec.stop import StopPlan
+from elastic_aio.text import counted, did_you_mean
 
 # ---------------------------------------------------------------------- inputs
 
@@ -61,7 +95,8 @@ class ChildEnded(ChildResult, frozen=True):
 
     The last attempt `ran_for` so many seconds, with its `failures`, the root cause first.
     `has_progress`: a worker has reported a step in it.  `is_permanent`: no start can repair the
-    failure, or a process is left that could not be killed.
+    failure, or a process is left that could not be killed.  `spec` is what it ran last, if a reload
+    or a change of the scale has changed that.
     """
 
     outcome: JobOutcome
@@ -69,6 +104,7 @@ class ChildEnded(ChildResult, frozen=True):
     ran_for: float = 0.0
     has_progress: bool = False
     is_permanent: bool = False
+    spec: AnySpec | None = None
 
 
 class ChildRequest(Struct, frozen=True):
@@ -207,7 +243,7 @@ class ReportReady(Effect, frozen=True):
     is_ready: bool
 
 
-# ------------------------------------------------------------------ the machine
+# ----------------------------------------------------------------- the children
 
 
 class ChildPhase(Enum):
@@ -224,6 +260,28 @@ class ChildPhase(Enum):
     STOPPED = "stopped"
 
 
+ENDS = (ChildPhase.SUCCEEDED, ChildPhase.FAILED, ChildPhase.STOPPED)
+"""Phases of a child that is not started again unless that is requested."""
+
+LIVE_PHASES = (ChildPhase.STARTING, ChildPhase.RUNNING)
+
+RELOADED = "a reload was requested"
+
+SETTLED_AFTER_S = 1.0
+"""Seconds after its start when a new worker without a `ready` replaces the old one."""
+
+_PHASES: Final = {
+    JobState.SUCCEEDED: ChildPhase.SUCCEEDED,
+    JobState.FAILED: ChildPhase.FAILED,
+    JobState.STOPPED: ChildPhase.STOPPED,
+    JobState.PREEMPTED: ChildPhase.STOPPED,
+}
+
+
+_Budget = tuple[str, RestartBudget | None]
+"""When a child is restarted, and its budget unless it restarts itself."""
+
+
 class ChildState(Struct, frozen=True):
     """A child as its supervisor sees it.
 
@@ -238,6 +296,83 @@ class ChildState(Struct, frozen=True):
     is_essential: bool
 
 
+class _Fate(IntEnum):
+    """What follows when a child that is to be stopped has ended; the greatest counts."""
+
+    RESTART = 1
+    SWEEP = 2
+    """A restart together with others: each is started when all have ended."""
+    STOP = 3
+    REMOVE = 4
+    END = 5
+
+
+class _Child:
+    """The state of a child; `retiring` generations are being stopped beside the present one."""
+
+    def __init__(self, name: str, spec: AnySpec, made: _Budget, version: int) -> None:
+        self.name = name
+        self.phase = ChildPhase.WAITING
+        self.generation = -1
+        self.starts = 0
+        self.is_up = False  # the present generation has not ended
+        self.is_ready = False
+        self.candidate: int | None = None
+        self.retiring: set[int] = set()
+        self.fate: _Fate | None = None
+        self.stop = StopReceived("")
+        self.outcome = JobOutcome(JobState.STOPPED, "it was not started", 0)
+        self.former_restarts = 0
+        self.own_restarts = 0  # that a leaf has made in the present generation
+        self.token = 0
+        self.is_armed = False
+        self.started_spec: AnySpec | None = None
+        self.adopt(spec, made, version)
+
+    def adopt(self, spec: AnySpec, made: _Budget, version: int) -> None:
+        """Take another spec and a new budget for the next start."""
+        self.version = version
+        self.when, self.budget = made
+        self.take(spec)
+
+    def take(self, spec: AnySpec) -> None:
+        """Take another spec for the next start."""
+        self.spec = self.start_spec = spec
+        if self.budget is not None and isinstance(spec, LaunchSpec):
+            self.start_spec = restarted_by_supervisor(spec)
+
+    @property
+    def is_live(self) -> bool:
+        return self.is_up or self.candidate is not None or bool(self.retiring)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is to be started, perhaps later."""
+        return self.phase in (ChildPhase.WAITING, ChildPhase.BACKING_OFF)
+
+    @property
+    def restarts(self) -> int:
+        return self.former_restarts + self.own_restarts
+
+
+class _Reload(Struct):
+    """The replacement of workers or replicas, one after the other."""
+
+    spec: AnySpec
+    version: int
+    child: AnySpec
+    """The new spec of each."""
+    current: str | None = None
+    """Whose worker is being replaced."""
+    awaited: int | None = None
+    """The generation that has to be ready."""
+    is_settling: bool = False
+    replaced: int = 0
+
+
+# ------------------------------------------------------------------ the machine
+
+
 class SupervisorMachine:
     """Decides about the children of a group or of independent workers; pure.
 
@@ -245,22 +380,776 @@ class SupervisorMachine:
     `Finish` there are no more effects.
     """
 
-    def __init__(self, spec: AnySpec, random: Callable[[], float], *, nproc: int = 1) -> None:
+    def __init__(self, spec: AnySpec, random: Callable[[], float], nproc: int = 0) -> None:
         """Begin with a group, or with the independent workers of a spec, `nproc` on this host.
 
         `random` gives numbers from 0 to 1, for the jitter of delays.
         """
         self.notice: PreemptionReceived | None = None
+        self._random = random
+        self._now = 0.0
+        self._effects: list[Effect] = []
+        self._children: dict[str, _Child] = {}
+        self._after: dict[str, tuple[str, ...]] = {}
+        self._waiting: dict[str, None] = {}
+        self._to_stop: dict[str, None] = {}
+        self._live: set[str] = set()
+        self._swept: set[str] = set()  # those with the fate SWEEP that are live
+        self._backing_off: set[str] = set()
+        self._restarts_at: deque[float] = deque()
+        self._version = 0
+        self._reload: _Reload | None = None
+        self._stop: StopReceived | None = None
+        self._verdict: JobOutcome | None = None
+        self._failed: list[_Child] = []  # essential ones, while the group ends
+        self._is_started = self._is_ending = self._is_done = self._was_ready = False
+        if nproc and isinstance(spec, LaunchSpec):
+            spec = spec.replace(nproc_per_node=nproc)
+        self._take(spec)
 
-    def handle(self, received: SupervisorInput, now: float) -> list[Effect]:
-        """Return the effects of an input in their order; `now` is in monotonic seconds."""
-        raise NotImplementedError
+    def __repr__(self) -> str:
+        ended = sum(child.phase in ENDS for child in self._children.values())
+        return f"<SupervisorMachine: {ended} of {len(self._children)} children have ended>"
+
+    def _take(self, spec: AnySpec) -> None:
+        """Take the children, the order and the limits of a spec; the present children stay."""
+        self.spec = spec
+        self._group = group = group_of(spec)
+        limit = group.window.count if group.window else 0
+        self._restarts_at = deque(self._restarts_at, maxlen=limit)
+        present, self._children = self._children, {}
+        for name, child in group.children.items():
+            former = present.pop(name, None)
+            self._children[name] = former or self._make(name, child)
+        self._children |= present  # which are removed when they have ended
+        self._after = {name: self._after.get(name, ()) for name in present}
+        previous: tuple[str, ...] = ()
+        for name in group.order:
+            self._after[name] = group.after.get(name, ())
+            if group.strategy == "rest_for_one":
+                self._after[name] += previous
+                previous = (name,)
+        self._dependents: dict[str, list[str]] = {name: [] for name in self._children}
+        for name, after in self._after.items():
+            for other in after:
+                self._dependents.setdefault(other, []).append(name)
+
+    def _make(self, name: str, spec: AnySpec) -> _Child:
+        self._waiting[name] = None
+        return _Child(name, spec, self._budget_of(spec), self._version)
+
+    def _budget_of(self, spec: AnySpec) -> _Budget:
+        """Return when a child is restarted, and its budget unless it restarts itself."""
+        if isinstance(spec, GroupSpec):
+            when, policy = spec.restart, RestartPolicy()
+        else:
+            when, policy = spec.restart.when, spec.restart
+            is_own = when == "on-failure" and self._group.strategy == "one_for_one"
+            if is_own or policy.scope != "group":  # then the policy is that of its workers
+                return when, None
+        if when == "never":
+            return when, None
+        limit = UNLIMITED if when == "always" else spec.max_restarts
+        return when, RestartBudget(limit, policy, self._random)
+
+    # --------------------------------------------------------------- questions
 
     @property
     def children(self) -> dict[str, ChildState]:
         """The state of each child, in their order."""
-        raise NotImplementedError
+        return {
+            child.name: ChildState(
+                child.phase,
+                child.spec,
+                child.generation,
+                child.restarts,
+                child.is_ready,
+                self._group.is_essential(child.name),
+            )
+            for child in self._members
+        }
+
+    @property
+    def restarts(self) -> int:
+        """Restarts of children after failures so far, their own too."""
+        return sum(child.restarts for child in self._children.values())
 
     def check(self, request: ChildRequest) -> None:
         """Raise SpecError for a request that no child can fulfil: before `handle`."""
-        raise NotImplementedError
+        known = [child.name for child in self._members]
+        is_own = not request.name and request.name not in known
+        if not is_own and request.name not in known:
+            problem = f"must name a child{did_you_mean(request.name, known)}"
+            raise SpecError("child", request.name, problem)
+        spec = self.spec if is_own else self._children[request.name].spec
+        if isinstance(request, ScaleReceived):
+            scaled_to(spec, request.number)
+        elif isinstance(request, ReloadReceived) and request.spec is not None:
+            check_reload(spec, request.spec, is_whole=is_own)
+
+    @property
+    def _members(self) -> list[_Child]:
+        return [one for one in self._children.values() if one.fate is not _Fate.REMOVE]
+
+    @property
+    def _deciding(self) -> list[_Child]:
+        """The children that the end of the group depends on."""
+        members = self._members
+        return [one for one in members if self._group.is_essential(one.name)] or members
+
+    # ------------------------------------------------------------------ inputs
+
+    def handle(self, received: SupervisorInput, now: float) -> list[Effect]:
+        """Return the effects of an input in their order; `now` is in monotonic seconds."""
+        if self._is_done:
+            return []
+        self._now, self._effects = now, []
+        match received:
+            case ChildResult():
+                self._on_result(received)
+            case TimerElapsed(name, token):
+                child = self._children.get(name)
+                if child is not None and child.is_armed and child.token == token:
+                    self._on_elapsed(child)
+            case ChildRequest():
+                self._on_request(received)
+            case StopReceived():
+                self._on_stop_received(received)
+            case PreemptionReceived():
+                self._on_preemption_received(received)
+            case RestartReceived(reason):
+                self._on_restart_received(reason)
+            case Start():
+                self._is_started = True
+        self._go_on()
+        return self._effects
+
+    def _go_on(self) -> None:
+        """Do what has become possible: replace, stop, start and finish."""
+        if not self._is_started and not self._is_ending:
+            return
+        self._replace_next()
+        for name in [*self._to_stop]:
+            if not self._is_held(name):
+                self._stop_child(self._children[name])
+        if not self._holds_starts:
+            for name in [*self._waiting]:
+                child = self._children[name]
+                if not child.is_live and all(map(self._is_released, self._after[name])):
+                    self._start(child)
+        if self._is_ending and not self._live:
+            self._is_done = True
+            self._emit(Finish(self._verdict or self._outcome_of_stop()))
+        elif (is_ready := self._is_ready) is not self._was_ready:
+            self._was_ready = is_ready
+            self._emit(ReportReady(is_ready))
+
+    def _is_held(self, name: str) -> bool:
+        """Whether a child that is to be stopped waits for those that are after it."""
+        left, seen = [*self._dependents[name]], set[str]()
+        while left:
+            other = left.pop()
+            child = self._children.get(other)
+            if child is None or other in seen:
+                continue
+            if child.is_live and child.fate is not None:
+                return True
+            seen.add(other)
+            left += self._dependents[other]
+        return False
+
+    @property
+    def _holds_starts(self) -> bool:
+        """Whether no child is started now: others of a common restart stop, or wait."""
+        is_common = self._group.strategy != "one_for_one" and bool(self._backing_off)
+        return self._is_ending or bool(self._swept) or is_common
+
+    def _is_released(self, name: str) -> bool:
+        """Whether those that are after a child may start."""
+        child = self._children.get(name)
+        if child is None or child.phase is ChildPhase.SUCCEEDED:
+            return True
+        if child.is_ready and child.fate is None:
+            return True
+        return child.phase is ChildPhase.FAILED and not self._group.is_essential(name)
+
+    @property
+    def _is_ready(self) -> bool:
+        return not self._is_ending and all(
+            child.is_ready or child.phase is ChildPhase.SUCCEEDED for child in self._deciding
+        )
+
+    # ----------------------------------------------------- results of effects
+
+    def _on_result(self, result: ChildResult) -> None:
+        child, generation = self._children.get(result.name), result.generation
+        if child is None:
+            return
+        is_present = child.is_up and generation == child.generation
+        if not is_present and generation not in (child.candidate, *child.retiring):
+            return  # it is late
+        is_awaited = self._awaits(child, generation)
+        match result:
+            case ChildStarted():
+                if is_present and child.phase in LIVE_PHASES:
+                    child.phase = ChildPhase.RUNNING
+                    child.is_ready = child.is_ready or not reports_ready(child.spec)
+                if is_awaited:
+                    self._on_new_started(child)
+            case ChildReady(is_ready=is_ready):
+                if is_present and child.phase in LIVE_PHASES:
+                    child.phase, child.is_ready = ChildPhase.RUNNING, is_ready
+                if is_awaited and is_ready:
+                    self._promote(child)
+            case LeafRestarted():
+                if is_awaited and result.failures:
+                    self._fail_reload(f"the new worker has failed: {result.failures[0].summary}")
+                if is_present:
+                    self._on_leaf_restarted(child, result)
+            case ChildEnded():
+                self._on_ended(child, result, is_present=is_present, is_awaited=is_awaited)
+
+    def _on_leaf_restarted(self, child: _Child, restarted: LeafRestarted) -> None:
+        is_counted = restarted.restarts > child.own_restarts
+        child.own_restarts = restarted.restarts
+        if child.fate is not None:
+            return
+        child.phase, child.is_ready = ChildPhase.STARTING, False
+        if is_counted and (why := self._count_restart(child)):
+            failures = restarted.failures
+            code = (failures[0].status.shell_code if failures else None) or 1
+            self._give_up(JobOutcome(JobState.FAILED, why, code, failures=failures))
+
+    def _on_ended(
+        self, child: _Child, ended: ChildEnded, *, is_present: bool, is_awaited: bool
+    ) -> None:
+        if child.candidate == ended.generation:
+            child.candidate = None
+        child.retiring.discard(ended.generation)
+        if is_awaited:
+            why = ended.failures[0].summary if ended.failures else ended.outcome.why
+            self._fail_reload(f"the new worker has {ended.outcome.state}: {why}")
+        if is_present:
+            self._on_present_ended(child, ended)
+        if not child.is_live:
+            self._live.discard(child.name)
+            if child.fate is not None:
+                self._settle(child)
+        self._note_replaced(child)
+
+    def _on_present_ended(self, child: _Child, ended: ChildEnded) -> None:
+        if ended.spec is not None and child.spec is child.started_spec:
+            child.take(ended.spec)
+        child.is_up = child.is_ready = False
+        child.former_restarts += max(child.own_restarts, ended.outcome.restarts)
+        child.own_restarts = 0
+        child.outcome = replace(ended.outcome, failures=ended.failures or ended.outcome.failures)
+        if child.fate is not None:
+            is_failure = ended.outcome.state is JobState.FAILED
+            child.phase = _PHASES[ended.outcome.state]
+            if is_failure and self._may_follow(child, ended).restart:
+                child.phase = ChildPhase.STOPPED
+            if child.phase is ChildPhase.FAILED and self._group.is_essential(child.name):
+                self._failed.append(child)
+        elif child.candidate is not None:  # which takes its place, ready or not
+            child.generation, child.candidate = child.candidate, None
+            child.is_up, child.phase = True, ChildPhase.STARTING
+        else:
+            self._judge(child, ended)
+
+    def _judge(self, child: _Child, ended: ChildEnded) -> None:
+        """Decide what follows when a child has ended by itself."""
+        decision = self._may_follow(child, ended)
+        if decision.restart and (why := self._count_restart(child)):
+            child.phase = ChildPhase.FAILED
+            self._give_up(replace(child.outcome, state=JobState.FAILED, why=why))
+        elif decision.restart and child.budget is not None:
+            child.budget.record(self._now)
+            child.budget.begin_attempt()
+            child.former_restarts += 1
+            self._restart(child, decision.why, decision.delay)
+        else:
+            child.phase = _PHASES[ended.outcome.state]
+            if decision.why:
+                child.outcome = replace(child.outcome, why=decision.why)
+            self._end_child(child)
+
+    def _may_follow(self, child: _Child, ended: ChildEnded) -> RestartDecision:
+        """Decide whether another start follows, as far as the child is concerned."""
+        budget, state = child.budget, ended.outcome.state
+        can_follow = state is JobState.FAILED and not ended.is_permanent
+        can_follow = can_follow or (state is JobState.SUCCEEDED and child.when == "always")
+        if budget is None or not can_follow:
+            return RestartDecision(False, "")
+        budget.has_progress = ended.has_progress
+        root = ended.failures[0] if ended.failures else None
+        decision = budget.decide(root, RestartAction.DEFAULT, ended.ran_for, self._now)
+        if not decision.restart or child.when != "always":
+            return decision
+        why = f"restart {budget.restarts + 1} (always): it has {state}"
+        return RestartDecision(True, why, decision.delay)
+
+    def _count_restart(self, child: _Child) -> str:
+        """Count a restart of a child; return why the group has failed if it is one too many."""
+        window = self._group.window
+        if window is not None and window.is_exhausted(self._restarts_at, self._now):
+            last, number = self._label(child) or "it", counted(window.count, "restart")
+            return f"{last} has ended after {number} within {window.seconds:g} s (restart window)"
+        self._restarts_at.append(self._now)
+        return ""
+
+    def _restart(self, child: _Child, why: str, delay: float = 0.0) -> None:
+        """Start a child that has ended again, and others with it as the strategy says."""
+        self._announce(child, why, delay)
+        self._sweep_with(child)
+        self._schedule(child, delay)
+
+    def _announce(self, child: _Child, why: str, delay: float = 0.0) -> None:
+        event = ChildRestarting(why=why, delay=delay, restarts=child.restarts)
+        self._emit(PublishOf(child.name, event))
+
+    def _sweep_with(self, child: _Child) -> None:
+        """Stop the other children that are started again with a child."""
+        if self._group.strategy == "one_for_one":
+            return
+        self._fail_reload(f"{self._label(child)} restarts")
+        order = [*self._group.order]
+        if self._group.strategy == "rest_for_one" and child.name in order:
+            order = order[order.index(child.name) :]
+        for name in order:
+            if name != child.name:
+                self._sweep(self._children[name], f"{self._label(child)} restarts")
+
+    def _sweep(self, child: _Child, reason: str) -> None:
+        if child.is_up:
+            self._set_fate(child, _Fate.SWEEP, StopReceived(reason))
+        elif child.phase is ChildPhase.SUCCEEDED and child.when != "never":
+            self._schedule(child)
+
+    def _schedule(self, child: _Child, delay: float = 0.0) -> None:
+        """Start a child when its turn comes, at the earliest after a delay."""
+        if child.phase is ChildPhase.BACKING_OFF:
+            self._unschedule(child)
+        if delay:
+            child.phase = ChildPhase.BACKING_OFF
+            self._backing_off.add(child.name)
+            self._arm(child, delay)
+        else:
+            child.phase = ChildPhase.WAITING
+            self._waiting[child.name] = None
+
+    def _unschedule(self, child: _Child) -> None:
+        self._waiting.pop(child.name, None)
+        self._backing_off.discard(child.name)
+        self._disarm(child)
+
+    def _start(self, child: _Child, spec: AnySpec | None = None) -> int:
+        """Start a child, or its replacement by another spec; return the generation."""
+        self._waiting.pop(child.name, None)
+        generation, child.starts = child.starts, child.starts + 1
+        if spec is None:
+            child.generation, child.is_up = generation, True
+            child.phase, child.is_ready = ChildPhase.STARTING, False
+            child.started_spec, spec = child.spec, child.start_spec
+        self._live.add(child.name)
+        rank, size = None, 0
+        if isinstance(self.spec, LaunchSpec):
+            rank, size = int(child.name), len(self._members)
+        self._emit(StartChild(child.name, generation, spec, child.restarts, rank, size))
+        return generation
+
+    # ------------------------------------------------------------------- stops
+
+    def _set_fate(self, child: _Child, fate: _Fate, stop: StopReceived) -> None:
+        """Have a child stopped when its turn comes, and say what follows."""
+        if child.fate is not None and child.fate >= fate:
+            return
+        if child.is_due:
+            self._waiting.pop(child.name, None)
+            self._backing_off.discard(child.name)
+            child.phase = ChildPhase.STOPPED
+        child.fate, child.stop = fate, stop
+        self._drop_new(child)
+        if not child.is_live:
+            self._settle(child)
+            return
+        if fate is _Fate.SWEEP:
+            self._swept.add(child.name)
+        if child.phase is not ChildPhase.STOPPING:
+            self._to_stop[child.name] = None
+
+    def _stop_child(self, child: _Child) -> None:
+        self._to_stop.pop(child.name, None)
+        if child.is_up:
+            child.phase, child.is_ready = ChildPhase.STOPPING, False
+            self._emit_stop(child, child.generation, child.stop)
+
+    def _emit_stop(self, child: _Child, generation: int, stop: StopReceived) -> None:
+        self._emit(StopChild(child.name, generation, stop.reason, stop.signal, stop.plan))
+
+    def _settle(self, child: _Child) -> None:
+        """Go on with a child that was to be stopped, and of which nothing is left."""
+        fate, child.fate = child.fate, None
+        self._to_stop.pop(child.name, None)
+        self._swept.discard(child.name)
+        if fate in (_Fate.RESTART, _Fate.SWEEP):
+            self._schedule(child)
+        elif fate is _Fate.REMOVE:
+            del self._children[child.name]
+            self._check_ends()
+        elif fate is _Fate.STOP:
+            if child.phase is not ChildPhase.SUCCEEDED:
+                child.phase = ChildPhase.STOPPED
+                child.outcome = JobOutcome(JobState.STOPPED, *why_stopped(child.stop))
+            self._end_child(child)
+
+    def _end_child(self, child: _Child) -> None:
+        """Report a child that has ended and is not started again; the group may end with it."""
+        outcome, is_essential = child.outcome, self._group.is_essential(child.name)
+        event = ChildFinished(
+            state=outcome.state,
+            why=outcome.why,
+            exit_code=outcome.exit_code,
+            is_essential=is_essential,
+        )
+        self._emit(PublishOf(child.name, event))
+        is_failure = outcome.state in (JobState.FAILED, JobState.PREEMPTED)
+        if child.name == self._group.ends_with or (is_essential and is_failure):
+            self._give_up(self._labelled(child))
+        else:
+            self._check_ends()
+
+    def _check_ends(self) -> None:
+        """End the group when all children that matter have ended."""
+        deciding = self._deciding
+        if self._is_ending or any(one.phase not in ENDS or one.fate for one in deciding):
+            return
+        if len(deciding) > 1 and any(one.phase is ChildPhase.SUCCEEDED for one in deciding):
+            outcome = JobOutcome(JobState.SUCCEEDED, "all children have finished", 0)
+        else:
+            last = [one for one in deciding if one.phase is ChildPhase.FAILED] or deciding
+            outcome = self._labelled(last[-1])
+        self._give_up(outcome)
+
+    def _give_up(self, verdict: JobOutcome) -> None:
+        """End the group with this outcome: stop all children, in order."""
+        self._verdict = replace(verdict, restarts=self.restarts)
+        self._end(StopReceived(f"the group has {verdict.state}: {verdict.why}"))
+
+    def _end(self, stop: StopReceived) -> None:
+        self._is_ending, self._reload = True, None
+        for child in [*self._children.values()]:
+            if child.is_live or child.is_due:
+                self._set_fate(child, _Fate.END, stop)
+
+    def _on_stop_received(self, stop: StopReceived) -> None:
+        if self._stop is None and self._verdict is None:
+            self._stop = stop
+            if self.notice is not None:
+                for child in self._children.values():
+                    if child.is_up and child.phase is not ChildPhase.STOPPING:
+                        child.stop = stop
+                        self._to_stop[child.name] = None
+            self._end(stop)
+        if stop.signal == SIGKILL:
+            self._kill(stop)
+
+    def _kill(self, stop: StopReceived) -> None:
+        """Stop all children at once, those too that are being stopped."""
+        self._to_stop.clear()
+        for child in self._children.values():
+            child.stop = stop
+            for generation in sorted(child.retiring):
+                self._emit_stop(child, generation, stop)
+            self._stop_child(child)
+
+    def _on_preemption_received(self, notice: PreemptionReceived) -> None:
+        if self._is_ending:
+            return
+        self.notice, self._is_ending, self._reload = notice, True, None
+        for child in self._children.values():
+            self._drop_new(child)
+            if child.is_due:
+                child.phase = ChildPhase.STOPPED
+            elif child.is_up and child.fate is None:
+                self._emit(PreemptChild(child.name, child.generation, notice))
+            child.fate = _Fate.END if child.is_live else None
+        self._waiting.clear()
+
+    def _outcome_of_stop(self) -> JobOutcome:
+        """Return the outcome of a group that a notice or a stop has ended."""
+        restarts, deciding = self.restarts, self._deciding
+        if self.notice is not None:
+            return preempted(self.notice.reason, restarts)
+        ended = [one for one in deciding if one.name == self._group.ends_with]
+        ended = [one for one in ended if one.phase in (ChildPhase.SUCCEEDED, ChildPhase.FAILED)]
+        if found := ended or self._failed:
+            return replace(self._labelled(found[0]), restarts=restarts)
+        if all(child.phase is ChildPhase.SUCCEEDED for child in deciding):
+            return JobOutcome(JobState.SUCCEEDED, "all children have finished", 0, restarts)
+        stop = self._stop or StopReceived("")
+        return JobOutcome(JobState.STOPPED, *why_stopped(stop), restarts)
+
+    # ---------------------------------------------------------------- requests
+
+    def _on_request(self, request: ChildRequest) -> None:
+        child = self._children.get(request.name)
+        if child is not None and child.fate is not _Fate.REMOVE:
+            self._on_request_of(child, request)
+            return
+        match request:
+            case _ if request.name or self._is_ending:
+                return
+            case ChildStopReceived(_, reason, signal, plan):
+                self._on_stop_received(StopReceived(reason, signal, plan))
+            case ChildRestartReceived(_, reason):
+                self._on_restart_received(reason)
+            case ReloadReceived(_, spec):
+                self._reload_all(spec)
+            case ScaleReceived(_, number):
+                self._scale(number)
+
+    def _on_request_of(self, child: _Child, request: ChildRequest) -> None:
+        if isinstance(request, ChildStopReceived):
+            stop = StopReceived(request.reason, request.signal, request.plan)
+            self._stop_by_request(child, stop)
+        elif self._is_ending:
+            return
+        elif isinstance(request, ChildRestartReceived):
+            self._restart_by_request(child, request.reason)
+        elif isinstance(request, ReloadReceived):
+            self._reload_child(child, request.spec)
+        elif isinstance(request, ScaleReceived):
+            if not isinstance(child.spec, GroupSpec) and child.spec.restart.scope == "group":
+                self._reload_child(child, scaled_to(child.spec, request.number))
+            elif child.is_up and child.fate is None:
+                self._emit(ScaleChild(child.name, child.generation, request.number))
+            else:
+                child.take(scaled_to(child.spec, request.number))
+
+    def _stop_by_request(self, child: _Child, stop: StopReceived) -> None:
+        if stop.signal == SIGKILL and child.phase is ChildPhase.STOPPING:
+            self._emit_stop(child, child.generation, stop)
+        if child.is_live or child.is_due:
+            self._set_fate(child, _Fate.STOP, stop)
+
+    def _restart_by_request(self, child: _Child, reason: str) -> None:
+        is_new = self._reload is not None and self._reload.current == child.name
+        if child.fate is _Fate.STOP:
+            child.fate = _Fate.RESTART
+        elif child.fate is not None or is_new or child.phase is ChildPhase.WAITING:
+            return  # it is started anyway
+        elif not child.is_up:
+            if child.budget is not None and child.phase in ENDS:
+                child.budget.clear()
+            self._announce(child, reason)
+            self._schedule(child)
+        elif self._group.strategy == "one_for_one":
+            self._emit(RestartChild(child.name, child.generation, reason))
+        else:
+            self._announce(child, reason)
+            self._sweep(child, reason)
+            self._sweep_with(child)
+
+    def _on_restart_received(self, reason: str) -> None:
+        if self._is_ending:
+            return
+        is_in_order = self._group.after or self._group.strategy != "one_for_one"
+        if is_in_order or self._reload is not None:
+            self._fail_reload(reason)
+        for child in self._members:
+            if child.phase is ChildPhase.BACKING_OFF:
+                self._schedule(child)
+            elif is_in_order:
+                self._sweep(child, reason)
+            elif child.is_up and child.fate is None:
+                self._emit(RestartChild(child.name, child.generation, reason))
+
+    # ------------------------------------------------------- reloads and scale
+
+    def _reload_child(self, child: _Child, spec: AnySpec | None) -> None:
+        """Have a child run another spec, or start again by its own."""
+        is_group = isinstance(child.spec, GroupSpec) or child.spec.restart.scope != "group"
+        is_live = child.is_up and child.fate is None
+        if is_live and is_group and (spec is None or is_same_kind(child.spec, spec)):
+            self._emit(ReloadChild(child.name, child.generation, spec))
+        elif is_live and spec is None and self._group.strategy == "one_for_one":
+            self._emit(RestartChild(child.name, child.generation, RELOADED))
+        else:
+            if spec is not None:
+                child.adopt(spec, self._budget_of(spec), self._version)
+            if is_live and self._group.strategy == "one_for_one":
+                self._set_fate(child, _Fate.RESTART, StopReceived(RELOADED))
+            elif is_live:
+                self._sweep(child, RELOADED)
+                self._sweep_with(child)
+            elif child.phase is ChildPhase.BACKING_OFF:
+                self._schedule(child)
+
+    def _reload_all(self, spec: AnySpec | None) -> None:
+        target = self.spec if spec is None else spec
+        if (child := template_of(target)) is not None and template_of(self.spec) is not None:
+            self._fail_reload("another reload was requested")
+            self._version += 1
+            self._reload = _Reload(target, self._version, child)
+        elif spec is None:
+            for one in self._members:
+                self._reload_child(one, None)
+        else:
+            self._change_children(spec)
+
+    def _change_children(self, spec: AnySpec) -> None:
+        """Change the children of a group to those of another: only those that differ restart."""
+        former, self._group = self._group, group_of(spec)
+        self._take(spec)
+        for child in self._members:
+            new = self._group.children.get(child.name)
+            if new is None:
+                self._set_fate(child, _Fate.REMOVE, StopReceived("it was removed"))
+            elif new != former.children.get(child.name) or former.strategy != self._group.strategy:
+                self._reload_child(child, new)
+        self._check_ends()
+
+    def _scale(self, number: int) -> None:
+        former = len(self._members)
+        spec = scaled_to(self.spec, number)
+        if self._reload is not None:
+            self._reload.spec = scaled_to(self._reload.spec, number)
+            self._reload.child = template_of(self._reload.spec) or self._reload.child
+        self._take(spec)
+        for child in [*self._children.values()]:
+            if child.name not in self._group.children:
+                reason = f"scaled to {counted(number, 'worker')}"
+                self._set_fate(child, _Fate.REMOVE, StopReceived(reason))
+            else:
+                if child.fate is _Fate.REMOVE:
+                    child.fate = _Fate.RESTART
+                if isinstance(spec, LaunchSpec):
+                    child.take(scaled_to(child.spec, number))
+        if number != former:
+            self._emit(Publish(Scaled(former=former, number=number)))
+
+    def _replace_next(self) -> None:
+        """Start the replacement of the next worker, if the last is done; or end the reload."""
+        reload = self._reload
+        if reload is None or reload.current is not None or self._is_ending:
+            return
+        for child in self._members:
+            if child.version != reload.version and child.is_up and child.fate is None:
+                reload.current = child.name
+                spec = reload.child
+                made = self._budget_of(spec)
+                if made[1] is not None and isinstance(spec, LaunchSpec):
+                    spec = restarted_by_supervisor(spec)
+                child.candidate = reload.awaited = self._start(child, spec)
+                self._arm(child, ready_timeout(reload.child))
+                return
+        self._reload = None
+        for child in self._members:  # those that do not run
+            if child.version != reload.version:
+                child.adopt(reload.child, self._budget_of(reload.child), reload.version)
+                if child.phase is ChildPhase.BACKING_OFF:
+                    self._schedule(child)
+        number = len(group_of(reload.spec).children)
+        self._emit(Publish(ReloadFinished(replaced=reload.replaced)))
+        self.spec = reload.spec
+        self._scale(number)
+
+    def _awaits(self, child: _Child, generation: int) -> bool:
+        reload = self._reload
+        return reload is not None and (reload.current, reload.awaited) == (child.name, generation)
+
+    def _on_new_started(self, child: _Child) -> None:
+        if self._reload is not None and not reports_ready(self._reload.child):
+            self._reload.is_settling = True
+            self._arm(child, SETTLED_AFTER_S)
+
+    def _promote(self, child: _Child) -> None:
+        """Put the replacement in the place of the old worker, which is stopped."""
+        reload = self._reload
+        if reload is None:
+            return
+        if child.candidate is not None:
+            if child.is_up:
+                child.retiring.add(child.generation)
+                self._emit_stop(child, child.generation, StopReceived("it is replaced"))
+            child.generation, child.candidate = child.candidate, None
+            child.former_restarts += child.own_restarts
+            child.own_restarts = 0
+        child.is_up, child.is_ready, child.phase = True, True, ChildPhase.RUNNING
+        child.adopt(reload.child, self._budget_of(reload.child), reload.version)
+        child.started_spec = child.spec
+        reload.awaited, reload.is_settling = None, False
+        self._disarm(child)
+        self._note_replaced(child)
+
+    def _note_replaced(self, child: _Child) -> None:
+        reload = self._reload
+        if reload is None or reload.current != child.name or reload.awaited is not None:
+            return
+        if not child.retiring:
+            reload.current = None
+            reload.replaced += 1
+
+    def _fail_reload(self, why: str) -> None:
+        """End a reload; the workers that it has replaced stay so."""
+        reload, self._reload = self._reload, None
+        if reload is None:
+            return
+        child = self._children.get(reload.current or "")
+        event = ReloadFailed(why=why, replaced=reload.replaced)
+        if child is None:
+            self._emit(Publish(event))
+            return
+        self._emit(PublishOf(child.name, event))
+        self._retire_new(child, "its reload has failed")
+        self._disarm(child)
+
+    def _drop_new(self, child: _Child) -> None:
+        """Stop the replacement of a worker that is itself to be stopped."""
+        reload = self._reload
+        if reload is not None and reload.current == child.name and reload.awaited is not None:
+            reload.current = reload.awaited = None
+        self._retire_new(child, child.stop.reason)
+        self._disarm(child)
+
+    def _retire_new(self, child: _Child, reason: str) -> None:
+        if child.candidate is None:
+            return
+        self._emit_stop(child, child.candidate, StopReceived(reason))
+        child.retiring.add(child.candidate)
+        child.candidate = None
+
+    # ------------------------------------------------------------------- parts
+
+    def _on_elapsed(self, child: _Child) -> None:
+        child.is_armed, reload = False, self._reload
+        if child.phase is ChildPhase.BACKING_OFF:
+            self._schedule(child)
+        elif reload is not None and reload.current == child.name and reload.awaited is not None:
+            if reload.is_settling:
+                self._promote(child)
+            else:
+                seconds = ready_timeout(reload.child)
+                self._fail_reload(f"the new worker is not ready after {seconds:g} s")
+
+    def _arm(self, child: _Child, delay: float) -> None:
+        child.token += 1
+        child.is_armed = True
+        self._emit(Arm(child.name, child.token, delay))
+
+    def _disarm(self, child: _Child) -> None:
+        if child.is_armed:
+            child.is_armed = False
+            self._emit(Disarm(child.name))
+
+    def _emit(self, effect: Effect) -> None:
+        self._effects.append(effect)
+
+    def _label(self, child: _Child) -> str:
+        return f"rank {child.name}" if isinstance(self.spec, LaunchSpec) else child.name
+
+    def _labelled(self, child: _Child) -> JobOutcome:
+        """Return the outcome of a child as that of the group."""
+        outcome, label = child.outcome, self._label(child)
+        return replace(outcome, why=f"{label}: {outcome.why}") if label else outcome

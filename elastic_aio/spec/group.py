@@ -267,20 +267,81 @@ def is_restarted(group: GroupSpec) -> bool:
     return group.restart == "always" or group.max_restarts > 0
 
 
-def workers_as_group(spec: LaunchSpec, nproc: int) -> GroupSpec:
-    """Return the independent workers of a spec as children "0", "1", ....
+def group_of(spec: AnySpec) -> GroupSpec:
+    """Return a group itself; of independent workers, a group with a child "0", "1", ... for each.
 
-    Each is a gang of the worker with this rank, without a store; `nproc` is their number.
+    Such a child is a gang of the worker with this rank, without a store.
     """
-    policy = spec.restart.replace(scope="group", window=None)
-    worker = spec.replace(nproc_per_node=nproc, restart=policy, host_store=False, run_id=None)
+    if isinstance(spec, GroupSpec):
+        return spec
+    number = spec.nproc_per_node
+    if not isinstance(number, int):
+        raise SpecError("nproc_per_node", number, "must be a number")
+    worker = spec.replace(
+        restart=spec.restart.replace(scope="group", window=None), host_store=False, run_id=None
+    )
     return GroupSpec(
-        {str(rank): worker for rank in range(nproc)},
+        {str(rank): worker for rank in range(number)},
         strategy="rest_for_one" if spec.restart.scope == "rest" else "one_for_one",
         window=spec.restart.window,
     )
 
 
+def template_of(spec: AnySpec) -> AnySpec | None:
+    """Return the spec of each child of independent workers or replicas; None for other groups."""
+    group = group_of(spec)
+    return group.replica if isinstance(spec, GroupSpec) else group.children["0"]
+
+
 def restarted_by_supervisor(spec: LaunchSpec) -> LaunchSpec:
     """Return a leaf that does not restart itself: its supervisor does."""
     return spec.replace(max_restarts=0, restart=RestartPolicy(exclude_for=spec.restart.exclude_for))
+
+
+def scaled_to(spec: AnySpec, number: int) -> AnySpec:
+    """Return a spec with so many workers, or replicas; SpecError for a group of other children."""
+    checked_integer("number", number, at_least=1)
+    if isinstance(spec, LaunchSpec):
+        if spec.nnodes.maximum > 1:
+            problem = "must not be changed in a job of several nodes"
+            raise SpecError("nproc_per_node", number, problem)
+        return spec.replace(nproc_per_node=number)
+    replica = spec.replica
+    if replica is None:
+        raise SpecError("children", [*spec.children], "must be replicas, to be scaled")
+    return spec.replace(children={str(rank): replica for rank in range(number)})
+
+
+def is_same_kind(former: AnySpec, spec: AnySpec) -> bool:
+    """Return whether a child may run another spec without being stopped as a whole."""
+    if isinstance(former, LaunchSpec) and isinstance(spec, LaunchSpec):
+        return "group" not in (former.restart.scope, spec.restart.scope)
+    return isinstance(former, GroupSpec) and isinstance(spec, GroupSpec)
+
+
+def check_reload(former: AnySpec, spec: AnySpec, *, is_whole: bool) -> None:
+    """Raise SpecError if a child cannot run a spec in place of another; `is_whole`: a whole job."""
+    if is_whole and not is_same_kind(former, spec):
+        kind = "GroupSpec" if isinstance(former, GroupSpec) else "LaunchSpec of independent workers"
+        raise SpecError("spec", type(spec).__name__, f"must be a {kind}, as the running one")
+    for each in (former, spec):
+        if isinstance(each, LaunchSpec) and each.nnodes.maximum > 1:
+            raise SpecError("nnodes", str(each.nnodes), "must be 1 for another spec")
+    group_of(spec) if is_whole else None
+
+
+def reports_ready(spec: AnySpec) -> bool:
+    """Return whether a child says when it is ready; else it is so when it has been started."""
+    if isinstance(spec, GroupSpec) or spec.restart.scope != "group":
+        return True
+    return getattr(spec, "ready", None) is not None
+
+
+READY_TIMEOUT_S: Final = 60.0
+"""Seconds that the replacement of a worker has to be ready, without a `ready_timeout`."""
+
+
+def ready_timeout(spec: AnySpec) -> float:
+    """Return the seconds that a replacement has until it is ready."""
+    limit = None if isinstance(spec, GroupSpec) else spec.liveness.ready_timeout
+    return READY_TIMEOUT_S if limit is None else limit

@@ -480,18 +480,19 @@ class RestartBudget:
         self.has_progress = False
 
     def decide(
-        self, root: Failure, action: RestartAction, ran: float, now: float
+        self, root: Failure | None, action: RestartAction, ran: float, now: float
     ) -> RestartDecision:
         """Decide about a failure; `record` counts the restart when it happens.
 
         The rules, in order: GIVE_UP of the callback, `max_restarts`, the attempts without progress,
         the exit codes unless the callback returned RESTART, the window.  `action` is the result of
         the callback, DEFAULT without one; the attempt `ran` so many seconds, and `now` is in
-        monotonic seconds.
+        monotonic seconds.  `root` is None if it has succeeded, or no worker has failed.
         """
-        policy, status = self._policy, root.status
+        policy = self._policy
+        status = None if root is None else root.status
         # A lost status has no code.
-        code = None if status.returncode is None else status.shell_code
+        code = None if status is None or status.returncode is None else status.shell_code
         if action is RestartAction.GIVE_UP:
             return RestartDecision(False, "restart.decide returned GIVE_UP")
         if self._is_used_up(ran):
@@ -505,7 +506,7 @@ class RestartBudget:
             which = "attempt has" if limit == 1 else f"{limit} attempts have"
             why = f"the last {which} made no progress (max attempts without progress)"
             return RestartDecision(False, why)
-        if action is RestartAction.DEFAULT:
+        if action is RestartAction.DEFAULT and status is not None:
             if code in policy.never_on:
                 return RestartDecision(False, f"exit code {code} is in the never-on list")
             if policy.restart_on is not None and code not in policy.restart_on:
