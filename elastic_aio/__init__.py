@@ -86,10 +86,18 @@ if TYPE_CHECKING:
     from elastic_aio.spec.job import NumaMode as NumaMode
     from elastic_aio.spec.job import Script as Script
     from elastic_aio.spec.job import StartMethod as StartMethod
+    from elastic_aio.spec.limits import LimitSpec as LimitSpec
     from elastic_aio.spec.liveness import LivenessSpec as LivenessSpec
     from elastic_aio.spec.logs import LogSpec as LogSpec
     from elastic_aio.spec.logs import Std as Std
     from elastic_aio.spec.logs import StdMap as StdMap
+    from elastic_aio.spec.probe import Exec as Exec
+    from elastic_aio.spec.probe import Http as Http
+    from elastic_aio.spec.probe import LogMatch as LogMatch
+    from elastic_aio.spec.probe import Notify as Notify
+    from elastic_aio.spec.probe import PolledProbe as PolledProbe
+    from elastic_aio.spec.probe import Probe as Probe
+    from elastic_aio.spec.probe import Tcp as Tcp
     from elastic_aio.spec.rendezvous import EngineSpec as EngineSpec
     from elastic_aio.spec.rendezvous import RendezvousSpec as RendezvousSpec
     from elastic_aio.spec.restart import Backoff as Backoff
@@ -98,6 +106,7 @@ if TYPE_CHECKING:
     from elastic_aio.spec.restart import RestartAction as RestartAction
     from elastic_aio.spec.restart import RestartPolicy as RestartPolicy
     from elastic_aio.spec.restart import RestartWindow as RestartWindow
+    from elastic_aio.spec.sockets import SocketSpec as SocketSpec
     from elastic_aio.spec.stop import PreemptionSpec as PreemptionSpec
     from elastic_aio.spec.stop import SignalSpec as SignalSpec
     from elastic_aio.spec.stop import StopPlan as StopPlan
@@ -153,9 +162,12 @@ else:
             "elastic_aio.recorder": "RunRecorder",
             "elastic_aio.report": "format_failure",
             "elastic_aio.spec.job": "NodeRange NumaMode StartMethod",
+            "elastic_aio.spec.limits": "LimitSpec",
             "elastic_aio.spec.logs": "Std StdMap",
+            "elastic_aio.spec.probe": "Exec Http LogMatch Notify PolledProbe Probe Tcp",
             "elastic_aio.spec.rendezvous": "EngineSpec",
             "elastic_aio.spec.restart": "Backoff Decide NodeLosses RestartAction RestartWindow",
+            "elastic_aio.spec.sockets": "SocketSpec",
             "elastic_aio.spec.stop": "PreemptionSpec StopScope StopStep",
             "elastic_aio.spec.tls": "TlsSpec",
             "elastic_aio.stacks": "StackDump StackFrame ThreadStack WorkerStacks",

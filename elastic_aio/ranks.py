@@ -107,3 +107,9 @@ def format_ranks(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank, rank])
     return ", ".join(f"{low}" if low == high else f"{low}-{high}" for low, high in runs)
+
+
+def with_local_rank(text: str, local_rank: int) -> str:
+    """Return a text with the local rank of a worker in place of `${local_rank}`."""
+    # Nothing else is replaced: torchrun also turns `$$` into `$`, which breaks texts with `$$`.
+    return text.replace("${local_rank}", str(local_rank))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from elastic_aio.errors import HostError, InternalError, SpawnError, SpecError
 from elastic_aio.process.descendants import list_size
+from elastic_aio.ranks import with_local_rank
 from elastic_aio.spec.job import NPROC_ACCEPTED, Command, Function, LaunchSpec, Module, Script
 from elastic_aio.worker.context import without_channels
 
@@ -39,7 +40,7 @@ def resolve_nproc(spec: LaunchSpec) -> int:
     wanted = spec.nproc_per_node
     if not isinstance(wanted, int):
         wanted = _count(wanted, spec)
-    spec.check_workers(wanted)
+    spec.check_with(wanted)
     if spec.virtual_local_rank:
         device_env(spec, wanted - 1)
     return wanted
@@ -160,13 +161,7 @@ def worker_argv(
     spec: LaunchSpec, local_rank: int, args: Sequence[Any] | None = None
 ) -> tuple[str, ...]:
     """Return the argv of one worker that runs a command; `args` replaces the job's."""
-    # Only `${local_rank}` in arguments is replaced: torchrun also turns `$$` into `$`, which breaks
-    # arguments with a literal `$$`.
-
-    def substitute(arg: str) -> str:
-        return arg.replace("${local_rank}", str(local_rank))
-
-    args = tuple(map(substitute, spec.args if args is None else args))
+    args = tuple(with_local_rank(arg, local_rank) for arg in (spec.args if args is None else args))
     python = spec.python or sys.executable
     match spec.entrypoint:
         case Script(path):
@@ -175,7 +170,7 @@ def worker_argv(
             return (python, "-u", "-m", name, *args)
         case Command(argv):
             program, *first = argv
-            return (program, *map(substitute, first), *args)
+            return (program, *(with_local_rank(arg, local_rank) for arg in first), *args)
         case Function():
             raise InternalError("a function has no command")
 

@@ -512,6 +512,7 @@ _FORMS: Final[Mapping[str, Callable[[str, str], Any]]] = {
     "log_max_bytes": _size,
     "preload": _names,
     "shutdown_timeout": _steps,
+    "socket": _texts,
     "signals_to_handle": _signals,
 }
 """Makers of a field from a text, by the `dest` of its option; `RestartPolicy` has its own."""

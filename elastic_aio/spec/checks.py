@@ -191,6 +191,14 @@ def checked_texts(name: str, value: object) -> Mapping[str, str]:
     return MappingProxyType(dict(value))
 
 
+def check_keys(name: str, table: Mapping[Any, Any], known: Iterable[str]) -> None:
+    """Raise `SpecError` for a key of a table that is not known."""
+    names = [*known]
+    for key in table:
+        if key not in names:
+            raise SpecError(name, key, f"has no such key; there are {', '.join(names)}")
+
+
 def check_number(
     name: str,
     value: object,

@@ -20,8 +20,10 @@ import ast
 import dataclasses
 import inspect
 import itertools
+import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Self, TypeVar, dataclass_transform
 
 from msgspec import Struct
@@ -214,7 +216,9 @@ def _refuse(owner: type[SpecValue], args: tuple[Any, ...], given: dict[str, Any]
 
 def _signature_of(owner: type[SpecValue]) -> inspect.Signature:
     parameters = []
-    for name, hint in typing.get_type_hints(owner).items():
+    late = getattr(sys.modules[owner.__module__], "LATE_TYPES", {})
+    types = {name: getattr(import_module(module), name) for name, module in late.items()}
+    for name, hint in typing.get_type_hints(owner, localns=types).items():
         if (each := owner.__spec_fields__.get(name)) is not None:
             if typing.get_origin(hint) is Converted:
                 hint = typing.get_args(hint)[1]

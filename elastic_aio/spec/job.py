@@ -38,6 +38,19 @@ from elastic_aio.spec.stop import PreemptionSpec, StopPlan
 from elastic_aio.text import counted
 from elastic_aio.value import Value
 
+if TYPE_CHECKING:
+    from elastic_aio.spec.limits import LimitSpec
+    from elastic_aio.spec.probe import PolledProbe, Probe
+    from elastic_aio.spec.sockets import SocketSpec
+
+LATE_TYPES: Final = {
+    "LimitSpec": "elastic_aio.spec.limits",
+    "PolledProbe": "elastic_aio.spec.probe",
+    "Probe": "elastic_aio.spec.probe",
+    "SocketSpec": "elastic_aio.spec.sockets",
+}
+"""Modules of the types that few jobs need, for the signature of `LaunchSpec`."""
+
 StartMethod = Literal["spawn", "fork", "forkserver"]
 NumaMode = Literal["node", "socket", "exclusive", "core-complex", "cpu"]
 
@@ -216,6 +229,30 @@ def _timers(name: str, value: object) -> bool | str:
     return value if isinstance(value, bool) else checked_path(name, value)
 
 
+def _ready(name: str, value: object) -> Probe:
+    from elastic_aio.spec.probe import checked_probe
+
+    return checked_probe(name, value)
+
+
+def _alive(name: str, value: object) -> PolledProbe:
+    from elastic_aio.spec.probe import checked_alive
+
+    return checked_alive(name, value)
+
+
+def _sockets(name: str, value: object) -> tuple[SocketSpec, ...]:
+    from elastic_aio.spec.sockets import checked_sockets
+
+    return checked_sockets(name, value)
+
+
+def _limits(name: str, value: object) -> LimitSpec:
+    from elastic_aio.spec.limits import checked_limits
+
+    return checked_limits(name, value)
+
+
 def _program_of(argv: Sequence[str]) -> str:
     """Return the script or module of a Python interpreter, or another program itself."""
     if re.fullmatch(r"python[\d.]*t?", argv[0].rpartition("/")[2]):
@@ -315,6 +352,42 @@ class LaunchSpec(SpecValue, prefix=""):
     """What gives notice of a preemption, and how long workers then have."""
     liveness: Converted[LivenessSpec, LivenessSpec | None] = field(default=LivenessSpec())
     """How long workers may be silent, and what follows."""
+    ready: Converted[Probe | None, Probe | str | Mapping[str, Any] | None] = field(
+        default=None,
+        check=_ready,
+        own_option="--ready PROBE",
+        help="what says that a worker is ready: http://HOST:PORT/PATH, https://..., tcp://HOST:PORT,"
+        " exec:COMMAND, log:REGEX or 'notify' (READY=1) (default: as soon as it runs)",
+    )
+    """What says that a worker is ready: a probe, its text, or a table such as
+    `{"http": "http://...", "period": 0.5}`.  The job is ready when all of its workers are; with
+    None, when they run.  They have `liveness.ready_timeout` for that."""
+    alive: Converted[PolledProbe | None, PolledProbe | str | Mapping[str, Any] | None] = field(
+        default=None,
+        check=_alive,
+        own_option="--alive PROBE",
+        help="fail the attempt when a worker that is ready fails this probe three times in a row:"
+        " http://..., https://..., tcp://... or exec:COMMAND (default: none)",
+    )
+    """A probe that a worker may not fail once it is ready: `threshold` failures in a row are a
+    hang, for which `liveness.on_timeout` says what follows."""
+    sockets: Converted[tuple[SocketSpec, ...], Iterable[str | SocketSpec | Mapping[str, Any]]] = (
+        field(
+            default=(),
+            check=_sockets,
+            own_option="--socket ADDRESSES",
+            help="listening sockets that workers inherit from descriptor 3 on (LISTEN_FDS), as in"
+            " tcp://127.0.0.1:8000,admin=unix:///run/admin.sock; they stay open over restarts"
+            " (default: none)",
+        )
+    )
+    """Listening sockets that the launcher opens once and all workers inherit, from descriptor 3 on,
+    as sd_listen_fds(3) describes: addresses `tcp://HOST:PORT` and `unix:///PATH`, with a name
+    `NAME=ADDRESS`, or `SocketSpec`."""
+    limits: Converted[LimitSpec | None, LimitSpec | Mapping[str, Any] | None] = field(
+        default=None, check=_limits
+    )
+    """What the workers may use of the host, and as whom they run."""
     rendezvous: Converted[RendezvousSpec, RendezvousSpec | None] = field(default=RendezvousSpec())
     """How the nodes find each other; without effect for one node."""
     run_id: str | None = field(
@@ -417,15 +490,34 @@ class LaunchSpec(SpecValue, prefix=""):
         self.restart.check_with(self.max_restarts)
         self._check_rendezvous()
         if isinstance(self.nproc_per_node, int):
-            self.check_workers(self.nproc_per_node)
+            self.check_with(self.nproc_per_node)
+        for name in ("sockets", "limits"):
+            if getattr(self, name) and not self.is_executed:
+                problem = f"needs start method 'spawn', not {self.start_method!r}"
+                raise SpecError(name, getattr(self, name), problem)
 
-    def check_workers(self, nproc: int) -> None:
-        """Raise `SpecError` for settings of single workers that do not fit so many on this node."""
+    def check_with(self, nproc: int) -> None:
+        """Raise `SpecError` if a field does not fit so many workers on this node."""
         self.logs.check_with(nproc)
+        if self.ready is not None:
+            self.ready.check_with("ready", nproc)
+        if self.alive is not None:
+            self.alive.check_with("alive", nproc)
         for name in ("worker_args", "worker_env"):
             if (items := getattr(self, name)) and len(items) != nproc:
                 problem = f"must have an item for each of the {counted(nproc, 'worker')}"
                 raise SpecError(name, list(items), problem)
+
+    @property
+    def is_executed(self) -> bool:
+        """Whether each worker executes a program: it is not forked from another process."""
+        match self.entrypoint, self.start_method:
+            case (Command(), _) | (_, "spawn"):
+                return True
+            case Function(), _:
+                return False
+            case _, method:
+                return method == "fork"  # scripts and modules are spawned
 
     def _check_rendezvous(self) -> None:
         if self.nnodes.maximum == 1:

@@ -41,8 +41,9 @@ agent.core_file agent.health agent.later agent.multi_node_driver cli.dry_run cli
 cli.finished_jobs cli.parser cli.rendezvous_options cli.restart_options cli.schedulers cli.sd_notify
 cli.suggestions control.session discovery event_json group hardware http logs.inotify
 logs.line_filter logs.reader logs.trimmer multiprocessing node_events process.calls process.fork
-process.forkserver process.lost_jobs record recorder rendezvous spec.rdzv_conf spec.torchrun stacks
-store.client store.server store.tls torch_events torch_logs torch_variables watch watch.forensics
+process.forkserver process.lost_jobs record recorder rendezvous spec.limits spec.probe
+spec.rdzv_conf spec.sockets spec.torchrun stacks store.client store.server store.tls torch_events
+torch_logs torch_variables watch watch.forensics
 worker.bootstrap worker.membership worker.notify worker.recorder worker.scripts worker.timers
 agent.supervisor child_events spec.group
 """

@@ -13,11 +13,25 @@ from elastic_aio import LaunchSpec, SignalSpec, TlsSpec
 from elastic_aio.cli.run_options import RUN_OPTIONS
 from elastic_aio.spec import job, rendezvous, restart
 from elastic_aio.spec.fields import REQUIRED, ConfKey, SpecValue, all_fields, part_of, spec_fields
+from elastic_aio.spec.limits import LimitSpec
+from elastic_aio.spec.probe import Exec, Http, LogMatch, PolledProbe, Tcp
 from elastic_aio.spec.rendezvous import EngineSpec, RendezvousSpec
+from elastic_aio.spec.sockets import SocketSpec
 
 REFERENCE = Path(elastic_aio.__file__).parent.parent / "docs/reference"
 COMMAND_LINE = (REFERENCE / "command-line.md").read_text()
-PARTS: list[type[SpecValue]] = [LaunchSpec, SignalSpec, TlsSpec, EngineSpec]
+PARTS: list[type[SpecValue]] = [LaunchSpec, SignalSpec, TlsSpec, EngineSpec, SocketSpec, LimitSpec]
+POLLED: list[type[SpecValue]] = [Http, Tcp, Exec]
+PROBES: list[type[SpecValue]] = [PolledProbe, *POLLED, LogMatch]
+PARTS += PROBES
+REQUIRED_ARGUMENTS: dict[type[SpecValue], tuple[str]] = {
+    LaunchSpec: ("x",),
+    SocketSpec: ("tcp://h:1",),
+    Http: ("http://h",),
+    Tcp: ("h:1",),
+    Exec: ("x",),
+    LogMatch: ("x",),
+}
 PARTS += [part for each in spec_fields(LaunchSpec).values() if (part := part_of(each))]
 NAMES = {**vars(job), **vars(rendezvous), **vars(restart)}
 
@@ -28,6 +42,10 @@ def rows(text: str, heading: str) -> list[list[str]]:
     lines = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)
     assert lines is not None
     return [re.split(r"(?<!\\) \| ", row.strip("| ")) for row in lines[0].splitlines()[2:]]
+
+
+def heading_of(owner: type[SpecValue]) -> str:
+    return f"{'###' if owner in PROBES else '##'} {owner.__name__}"
 
 
 def value_of(text: str) -> Any:
@@ -41,12 +59,15 @@ def value_of(text: str) -> Any:
 @pytest.mark.parametrize("owner", PARTS, ids=lambda owner: owner.__name__)
 def test_every_field_is_in_its_table_with_its_default(owner: type[SpecValue]) -> None:
     found: dict[str, str] = {}
-    for names, default, *_ in rows((REFERENCE / "spec.md").read_text(), f"## {owner.__name__}"):
+    for names, default, *_ in rows((REFERENCE / "spec.md").read_text(), heading_of(owner)):
         found |= dict.fromkeys(re.findall(r"\w+", names), default)
-    assert found.keys() == spec_fields(owner).keys()
+    fields = spec_fields(owner)
+    if owner in POLLED:
+        fields = {name: fields[name] for name in fields.keys() - spec_fields(PolledProbe).keys()}
+    assert found.keys() == fields.keys()
     make: Any = owner
-    entrypoint = ("x",) if owner is LaunchSpec else ()
-    for name, described in spec_fields(owner).items():
+    entrypoint = REQUIRED_ARGUMENTS.get(owner, ())
+    for name, described in fields.items():
         if described.default is REQUIRED:
             assert found[name] == "required"
         else:
