@@ -321,6 +321,7 @@ class _Child:
         self.retiring: set[int] = set()
         self.fate: _Fate | None = None
         self.stop = StopReceived("")
+        self.is_kept = False  # stopped, until its restart is requested
         self.outcome = JobOutcome(JobState.STOPPED, "it was not started", 0)
         self.former_restarts = 0
         self.own_restarts = 0  # that a leaf has made in the present generation
@@ -394,7 +395,7 @@ class SupervisorMachine:
         self._waiting: dict[str, None] = {}
         self._to_stop: dict[str, None] = {}
         self._live: set[str] = set()
-        self._swept: set[str] = set()  # those with the fate SWEEP that are live
+        self._swept: set[str] = set()  # that have to end before a child is started
         self._backing_off: set[str] = set()
         self._restarts_at: deque[float] = deque()
         self._version = 0
@@ -722,8 +723,9 @@ class SupervisorMachine:
 
     def _sweep(self, child: _Child, reason: str) -> None:
         if child.is_up:
+            self._swept.add(child.name)
             self._set_fate(child, _Fate.SWEEP, StopReceived(reason))
-        elif child.phase is ChildPhase.SUCCEEDED and child.when != "never":
+        elif child.phase is ChildPhase.SUCCEEDED and child.when != "never" and not child.is_kept:
             self._schedule(child)
 
     def _schedule(self, child: _Child, delay: float = 0.0) -> None:
@@ -773,8 +775,6 @@ class SupervisorMachine:
         if not child.is_live:
             self._settle(child)
             return
-        if fate is _Fate.SWEEP:
-            self._swept.add(child.name)
         if child.phase is not ChildPhase.STOPPING:
             self._to_stop[child.name] = None
 
@@ -930,11 +930,13 @@ class SupervisorMachine:
     def _stop_by_request(self, child: _Child, stop: StopReceived) -> None:
         if stop.signal == SIGKILL and child.phase is ChildPhase.STOPPING:
             self._emit_stop(child, child.generation, stop)
+        child.is_kept = True
         if child.is_live or child.is_due:
             self._set_fate(child, _Fate.STOP, stop)
 
     def _restart_by_request(self, child: _Child, reason: str) -> None:
         is_new = self._reload is not None and self._reload.current == child.name
+        child.is_kept = False
         if child.fate is _Fate.STOP:
             child.fate = _Fate.RESTART
         elif child.fate is not None or is_new or child.phase is ChildPhase.WAITING:
@@ -1036,6 +1038,8 @@ class SupervisorMachine:
             return
         for child in self._members:
             if child.version != reload.version and child.is_up and child.fate is None:
+                if child.retiring:
+                    return  # of the replacement that a former reload has given up
                 reload.current = child.name
                 spec = reload.child
                 made = self._budget_of(spec)

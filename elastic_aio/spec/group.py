@@ -334,7 +334,7 @@ def reports_ready(spec: AnySpec) -> bool:
     """Return whether a child says when it is ready; else it is so when it has been started."""
     if isinstance(spec, GroupSpec) or spec.restart.scope != "group":
         return True
-    return getattr(spec, "ready", None) is not None
+    return spec.ready is not None
 
 
 READY_TIMEOUT_S: Final = 60.0
