@@ -392,6 +392,7 @@ class SupervisorMachine:
         self._effects: list[Effect] = []
         self._children: dict[str, _Child] = {}
         self._after: dict[str, tuple[str, ...]] = {}
+        self._removed: dict[str, int] = {}  # the starts of former children
         self._waiting: dict[str, None] = {}
         self._to_stop: dict[str, None] = {}
         self._live: set[str] = set()
@@ -437,7 +438,9 @@ class SupervisorMachine:
 
     def _make(self, name: str, spec: AnySpec) -> _Child:
         self._waiting[name] = None
-        return _Child(name, spec, self._budget_of(spec), self._version)
+        child = _Child(name, spec, self._budget_of(spec), self._version)
+        child.starts = self._removed.pop(name, 0)
+        return child
 
     def _budget_of(self, spec: AnySpec) -> _Budget:
         """Return when a child is restarted, and its budget unless it restarts itself."""
@@ -650,7 +653,8 @@ class SupervisorMachine:
             child.phase = _PHASES[ended.outcome.state]
             if is_failure and self._may_follow(child, ended).restart:
                 child.phase = ChildPhase.STOPPED
-            if child.phase is ChildPhase.FAILED and self._group.is_essential(child.name):
+            is_last = child.fate is _Fate.END and self._group.is_essential(child.name)
+            if is_last and child.phase is ChildPhase.FAILED:
                 self._failed.append(child)
         elif child.candidate is not None:  # which takes its place, ready or not
             child.generation, child.candidate = child.candidate, None
@@ -796,6 +800,7 @@ class SupervisorMachine:
             self._schedule(child)
         elif fate is _Fate.REMOVE:
             del self._children[child.name]
+            self._removed[child.name] = child.starts
             self._check_ends()
         elif fate is _Fate.STOP:
             if child.phase is not ChildPhase.SUCCEEDED:
@@ -1034,7 +1039,7 @@ class SupervisorMachine:
     def _replace_next(self) -> None:
         """Start the replacement of the next worker, if the last is done; or end the reload."""
         reload = self._reload
-        if reload is None or reload.current is not None or self._is_ending:
+        if reload is None or reload.current is not None or self._holds_starts:
             return
         for child in self._members:
             if child.version != reload.version and child.is_up and child.fate is None:

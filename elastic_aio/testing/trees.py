@@ -226,8 +226,6 @@ class SimSupervisor:
                 child.request(ReloadReceived("", spec))
             case ScaleChild(_, _, number) if isinstance(child, SimSupervisor):
                 child.request(ScaleReceived("", number))
-            case StopChild() | RestartChild() | PreemptChild() | ReloadChild() | ScaleChild():
-                self.tree.trace.fail(f"{self.path}: {effect} of a start that has ended")
 
     def _start(self, effect: StartChild) -> None:
         name, generation, spec = effect.name, effect.generation, effect.spec
@@ -548,8 +546,9 @@ class TreeRules:
         if not isinstance(received, ChildEnded) or self._is_ending or not self._has_no_restart:
             return
         key = received.name, received.generation
-        if key not in self._stopping and not any(isinstance(one, PublishOf) for one in effects):
-            self._is_exhausted |= any(isinstance(one, StopChild | Finish) for one in effects)
+        is_replaced = key in self._stopping or bool(self._live[received.name])
+        if not is_replaced and not any(isinstance(one, PublishOf) for one in effects):
+            self._is_exhausted = True
 
     # -------------------------------------------------------------- effects
 
@@ -569,7 +568,7 @@ class TreeRules:
         if self._must_end:
             self._fail(f"{name} is started before the end of {self._must_end}")
         for other in self._after(name):
-            if not self._is_released(other):
+            if not live and not self._is_released(other):
                 self._fail(f"{name} is started before {other} is ready")
         live[start.generation] = start
         self._finished.pop(name, None)
