@@ -33,6 +33,8 @@ class ChildLaunched(Event, frozen=True, kw_only=True):
     _level = Level.INFO
 
     def _change(self, status: StatusTracker) -> None:
+        if self.is_beside:
+            status = status.begin_beside(self.attempt)
         former = status.job
         job = replace(
             former,
@@ -43,11 +45,15 @@ class ChildLaunched(Event, frozen=True, kw_only=True):
             max_restarts=self.max_restarts,
             log_dir=self.log_dir,
             generation=self.generation,
-            ready_since=former.ready_since if self.is_beside else None,
+            ready_since=None,
         )
-        status.begin(job, self.nproc_per_node, former.started_at or self.time)
-        if not self.is_beside:
-            status.enter("starting", self.time)
+        if former.started_at is None:
+            status.begin(job, self.nproc_per_node, self.time)
+        status.job, status.nproc = (
+            replace(job, started_at=status.job.started_at),
+            self.nproc_per_node,
+        )
+        status.enter("starting", self.time)
         for child in self.children:
             status.at(child)
 
@@ -109,7 +115,7 @@ class ChildFinished(Event, frozen=True, kw_only=True):
         return Level.WARNING if self.state is JobState.FAILED else Level.INFO
 
     def _change(self, status: StatusTracker) -> None:
-        status.enter(self.state, self.time, self.why)
+        status.enter(self.state.value, self.time, self.why)
 
     def _text(self) -> str:
         code = f" (exit code {self.exit_code})" if self.exit_code else ""
@@ -150,6 +156,12 @@ class Scaled(Event, frozen=True, kw_only=True):
     number: int
 
     _level = Level.INFO
+
+    def _change(self, status: StatusTracker) -> None:
+        status.children_max = self.number
+        for name in [*status.children]:
+            if name.isdecimal() and int(name) >= self.number:
+                del status.children[name]
 
     def _text(self) -> str:
         return f"scaled from {self.former} to {counted(self.number, 'worker')}"

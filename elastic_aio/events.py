@@ -105,11 +105,13 @@ class JobStarted(Event, frozen=True, kw_only=True):
         if self.children:
             kind = "independent worker" if self.nproc_per_node else "child"
             workers = counted(len(self.children), kind, f"{kind}s".replace("childs", "children"))
+        is_group = self.children and not self.nproc_per_node
+        what = f" ({self.entrypoint})" if is_group else f" of {self.entrypoint}"
         nodes = f", one of {self.nnodes} nodes".replace(":", " to ") if self.nnodes != "1" else ""
         losses = f", node losses at most {self.node_losses}" if self.node_losses else ""
         logs = f"logs in {self.log_dir}" if self.log_dir else "no logs unless it fails"
         return (
-            f"run {self.run_id}: {workers} of {self.entrypoint} on {self.node}{nodes},"
+            f"run {self.run_id}: {workers}{what} on {self.node}{nodes},"
             f" {restarts_text(self.max_restarts)}{losses}, {logs}"
         )
 

@@ -222,11 +222,15 @@ class Event(Struct, frozen=True, kw_only=True, tag_field="event", tag=True):
 class StatusTracker:
     """Keeps the state of one job on this node, by the `_change` of each event, in their order.
 
-    A child of a tree has a tracker of its own in `children`, by name.
+    A child of a tree has a tracker of its own in `children`, by name.  While a child is replaced,
+    the start that is to take its place has a tracker too, until that is ready.
     """
 
     def __init__(self) -> None:
         self.children: dict[str, StatusTracker] = {}
+        self.children_max: int | None = None  # of those whose names are numbers
+        self._successor: StatusTracker | None = None
+        self._first_attempt = 0  # of the present start
         self.job = JobStatus(round=0)
         """Fields that change with the start of the job, and with a round."""
         self.phase = "starting"
@@ -244,17 +248,47 @@ class StatusTracker:
 
     def __call__(self, event: Event) -> None:
         self._seq = event.seq
-        event._change(self.at(event.child) if event.child else self)
+        if event.child:
+            self.at(event.child)._take(event)
+        else:
+            event._change(self)
+
+    def _take(self, event: Event) -> None:
+        """Take in an event of this child, of its present start or of what is to replace that."""
+        self._seq = event.seq
+        successor = self._successor
+        if successor is not None and event.attempt == successor._first_attempt:
+            event._change(successor)
+            if successor.job.ready_since is not None:
+                vars(self).update(vars(successor), _successor=None)
+        elif event.attempt >= self._first_attempt:  # else the start was replaced
+            event._change(self)
+
+    def begin_beside(self, attempt: int) -> StatusTracker:
+        """Return the tracker of a start that takes the place of the present one when it is ready.
+
+        `attempt` is its first attempt.
+        """
+        self._successor = successor = StatusTracker()
+        fresh = {"_first_attempt": attempt, "attempt": attempt, "workers": {}, "_successor": None}
+        vars(successor).update(vars(self), **fresh)
+        return successor
 
     def at(self, path: str) -> StatusTracker:
         """Return the tracker of the child at a path; it is made if it is new."""
         tracker = self
         for name in path.split("/"):
             if (child := tracker.children.get(name)) is None:
-                child = tracker.children[name] = StatusTracker()
+                child = StatusTracker()
+                limit = tracker.children_max
+                if limit is None or not name.isdecimal() or int(name) < limit:
+                    tracker.children[name] = child
                 above = tracker.job.child
                 under = f"{above}/{name}" if above else name
-                child.job = JobStatus(run_id=self.job.run_id, child=under, round=0)
+                job = tracker.job
+                child.job = JobStatus(
+                    run_id=job.run_id, agent_pid=job.agent_pid, child=under, round=0
+                )
                 child.phase = "waiting"
             tracker = child
         return tracker
@@ -344,6 +378,9 @@ class StatusTracker:
             self._goodput = self._counted(time)
         self._counted_until = self._since = time
         self.phase = phase
+        for child in self.children.values() if phase in _FINAL else ():
+            if not child.has_ended:  # it has ended with its supervisor
+                child.enter("stopped", time, reason)
 
     def add_worker(self, attempt: int, worker: WorkerStatus) -> None:
         if attempt != self.attempt:

@@ -81,7 +81,7 @@ from elastic_aio.outcome import (
 )
 from elastic_aio.process.children import Spawner
 from elastic_aio.ranks import NodeSize, WorkerRanks, assign_node_ranks
-from elastic_aio.spec.group import AnySpec, GroupSpec
+from elastic_aio.spec.group import AnySpec, GroupSpec, reports_ready
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.spec.stop import StopPlan
@@ -192,10 +192,21 @@ class TreeParts:
 class ChildLog:
     """The event log of one start of a child: its events are the job's, with the child's path."""
 
-    def __init__(self, log: EventLog, path: str, generation: int = 0) -> None:
+    def __init__(
+        self,
+        log: EventLog,
+        path: str,
+        generation: int = 0,
+        *,
+        attempt: int = 0,
+        beside: bool = False,
+    ) -> None:
+        """Begin with the first `attempt` of a start; `beside` another start, which it replaces."""
         self._log = log
         self._path = path
         self._generation = generation
+        self._first_attempt = attempt
+        self._is_beside = beside
 
     @property
     def tracker(self) -> StatusTracker:
@@ -204,7 +215,7 @@ class ChildLog:
     def append(self, event: Event) -> None:
         if isinstance(event, JobStarted) and (self._path or self._generation):
             event = ChildLaunched(
-                attempt=event.attempt,
+                attempt=self._first_attempt,
                 generation=self._generation,
                 entrypoint=event.entrypoint,
                 nproc_per_node=event.nproc_per_node,
@@ -212,6 +223,7 @@ class ChildLog:
                 log_dir=event.log_dir,
                 role=event.role,
                 children=event.children,
+                is_beside=self._is_beside,
             )
         if not isinstance(event, JobFinished):  # the supervisor says what follows
             self._log.append(event, self._path)
@@ -235,8 +247,10 @@ class LeafLog(ChildLog):
         *,
         nproc: int,
         has_ready: bool,
+        attempt: int,
+        beside: bool,
     ) -> None:
-        super().__init__(log, path, effect.generation)
+        super().__init__(log, path, effect.generation, attempt=attempt, beside=beside)
         self._child = effect.name, effect.generation
         self._receive = receive
         self._nproc = nproc
@@ -255,9 +269,9 @@ class LeafLog(ChildLog):
                     self._started, self._ready = set(), set()
                 self._started.add(event.local_rank)
                 if len(self._started) == self._nproc:
-                    self._receive(ChildStarted(*self._child))
                     if not self._has_ready:
                         self.append(ReadinessChanged(attempt=event.attempt, is_ready=True))
+                    self._receive(ChildStarted(*self._child))
             case WorkerReady() if event.attempt == self._attempt and self._has_ready:
                 is_first = event.local_rank not in self._ready
                 self._ready.add(event.local_rank)
@@ -363,14 +377,16 @@ class SupervisorDriver(BaseDriver):
         return self._parts.logged
 
     def with_reports(self, status: JobStatus) -> JobStatus:
-        latest = {start.effect.name: start.driver for start in self._starts.values()}
-        if (only := latest.get("")) is not None:
-            return only.with_reports(status)
-        children = []
-        for child in status.children:
-            driver = latest.get(child.child.rpartition("/")[2])
-            children.append(child if driver is None else driver.with_reports(child))
-        return replace(status, children=tuple(children))
+        children = {child.child: child for child in status.children}
+        for start in self._starts.values():
+            if start.driver is None:
+                continue
+            if not start.effect.name:
+                return start.driver.with_reports(status)
+            path = joined(self._path, start.effect.name)
+            if path in children:
+                children[path] = start.driver.with_reports(children[path])
+        return replace(status, children=tuple(children.values()))
 
     async def dump(self, reason: str) -> StackDump:
         dumps = await asyncio.gather(*(leaf.dump(reason) for leaf in self.leaves))
@@ -428,6 +444,11 @@ class SupervisorDriver(BaseDriver):
         """Hand in a request about a child, or raise SpecError if no child can fulfil it."""
         self._machine.check(request)
         self.receive(request)
+
+    @property
+    def spec(self) -> AnySpec:
+        """What it runs: a reload or a change of the scale may have changed it."""
+        return self._machine.spec
 
     # -------------------------------------------------------------- requests
 
@@ -496,7 +517,7 @@ class SupervisorDriver(BaseDriver):
                 self._event_log.append(event)
             case PublishOf(name, event):
                 log = ChildLog(self._parts.event_log, joined(self._path, name))
-                log.append(replace(event, attempt=max(0, self._attempts.get(name, 0))))
+                log.append(replace(event, attempt=log.tracker.attempt))
             case StartChild():
                 start = self._starts[effect.name, effect.generation] = _Start(effect)
                 self._run(effect, self._start(start))
@@ -614,22 +635,28 @@ class SupervisorDriver(BaseDriver):
         where = path if is_alone or not effect.generation else f"{path}/{effect.generation}"
         directory = partial(self._parts.make_directory, where)
         place = LeafPlace(path, directory, self._parts.logged, worker)
+        next_attempt = partial(self._next_attempt, name)
+        attempt = next_attempt(-1) if is_alone else 0
         log = LeafLog(
             self._parts.event_log,
             path,
             effect,
             self.receive,
             nproc=nproc,
-            has_ready=getattr(spec, "ready", None) is not None,
+            has_ready=reports_ready(spec),
+            attempt=attempt,
+            beside=any(
+                one.effect.name == name and one.effect is not effect
+                for one in self._starts.values()
+            ),
         )
         runtime = self._parts.make_runtime(spec, nproc, log, place, run_id)
         if is_alone:
-            next_attempt = partial(self._next_attempt, name)
             machine = SingleNodeMachine(
                 spec,
                 nproc,
                 random,
-                attempt=next_attempt(-1),
+                attempt=attempt,
                 next_attempt=next_attempt,
                 restarts=effect.restarts,
             )
@@ -658,10 +685,12 @@ class SupervisorDriver(BaseDriver):
             self._note_result(effect.name, result)
         if driver.error is not None:
             self._refusal = driver.error
+        is_changed = isinstance(driver, SupervisorDriver) and driver.spec != effect.spec
         ended = ChildEnded(
             effect.name,
             effect.generation,
             outcome,
+            spec=driver.spec if is_changed and isinstance(driver, SupervisorDriver) else None,
             failures=() if result is None else result.failures,
             ran_for=driver.ran_for,
             has_progress=driver.has_progress,
