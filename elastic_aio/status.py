@@ -231,6 +231,7 @@ class StatusTracker:
         self.children_max: int | None = None  # of those whose names are numbers
         self._successor: StatusTracker | None = None
         self._first_attempt = 0  # of the present start
+        self._stale: int | None = None  # the last attempt of the start that it has replaced
         self.job = JobStatus(round=0)
         """Fields that change with the start of the job, and with a round."""
         self.phase = "starting"
@@ -260,8 +261,8 @@ class StatusTracker:
         if successor is not None and event.attempt == successor._first_attempt:
             event._change(successor)
             if successor.job.ready_since is not None:
-                vars(self).update(vars(successor), _successor=None)
-        elif event.attempt >= self._first_attempt:  # else the start was replaced
+                vars(self).update(vars(successor), _successor=None, _stale=self.attempt)
+        elif event.attempt >= self._first_attempt and event.attempt != self._stale:
             event._change(self)
 
     def begin_beside(self, attempt: int) -> StatusTracker:

@@ -280,8 +280,7 @@ class Agent:
         from elastic_aio.logs.reader import LogReader
 
         def is_chosen(stream: LoggedStream) -> bool:
-            is_below = not child or f"{stream.child}/".startswith(f"{child}/")
-            return is_below and stream.is_one_of(chosen, names)
+            return _is_below(stream.child, child) and stream.is_one_of(chosen, names)
 
         return LogReader(driver.logged, is_chosen, follow=follow, since=since)
 
@@ -444,7 +443,7 @@ class Agent:
         async for event in events:
             if isinstance(event, ReloadFinished) and event.child == child:
                 return True
-            if isinstance(event, ReloadFailed) and f"{event.child}/".startswith(f"{child}/"):
+            if isinstance(event, ReloadFailed) and _is_below(event.child, child):
                 return False
         return False
 
@@ -606,6 +605,11 @@ def make_agent(
 def driver_of(agent: Agent) -> BaseDriver:
     """Return the driver of an agent that this process has started, or raise RuntimeError."""
     return agent._started_driver
+
+
+def _is_below(path: str, child: str) -> bool:
+    """Return whether a path is that of a child or of what is below it."""
+    return not child or f"{path}/".startswith(f"{child}/")
 
 
 def _is_supervised(spec: AnySpec) -> bool:

@@ -653,6 +653,8 @@ class SingleNodeMachine(AgentMachine):
         self._next_attempt = next_attempt
         self.is_permanent = False
         """Whether no start of the job can repair its failure, or a process is left of it."""
+        self.is_candidate = False
+        """Whether it is to replace another start, and may not restart itself before that."""
         self._waits_for_stop = waits_for_stop
         self._budget = RestartBudget(spec.max_restarts, spec.restart, random)
         self._restart: RestartReceived | None = None
@@ -780,6 +782,8 @@ class SingleNodeMachine(AgentMachine):
     def _after_failure(self, root: Failure) -> list[Effect]:
         if self._start_failure is not None and self._start_failure.permanent:
             return self._give_up_for_good(self._start_failure.why_permanent)
+        if self.is_candidate:
+            return self._give_up("it was to replace another start")
         if self._exclusion:
             return self._give_up_for_good(f"{EXCLUDED}: {self._exclusion}")
         if self._spec.restart.decide is None or self._budget.is_exhausted(self.uptime):

@@ -81,7 +81,7 @@ from elastic_aio.outcome import (
 )
 from elastic_aio.process.children import Spawner
 from elastic_aio.ranks import NodeSize, WorkerRanks, assign_node_ranks
-from elastic_aio.spec.group import AnySpec, GroupSpec, reports_ready
+from elastic_aio.spec.group import AnySpec, GroupSpec, outermost_group, reports_ready
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.spec.stop import StopPlan
@@ -269,20 +269,30 @@ class LeafLog(ChildLog):
                     self._started, self._ready = set(), set()
                 self._started.add(event.local_rank)
                 if len(self._started) == self._nproc:
-                    if not self._has_ready:
-                        self.append(ReadinessChanged(attempt=event.attempt, is_ready=True))
+                    if not (self._has_ready or self._is_beside):
+                        self._note_ready()
                     self._receive(ChildStarted(*self._child))
             case WorkerReady() if event.attempt == self._attempt and self._has_ready:
                 is_first = event.local_rank not in self._ready
                 self._ready.add(event.local_rank)
                 if is_first and len(self._ready) == self._nproc:
-                    self.append(ReadinessChanged(attempt=event.attempt, is_ready=True))
+                    self._note_ready()
                     self._receive(ChildReady(*self._child))
             case AttemptFailed():
                 self._failures = event.failures
             case Restarting():
                 self._receive(LeafRestarted(*self._child, event.restarts, self._failures))
                 self._failures = ()
+
+    def confirm(self) -> None:
+        """Note that the other start has been replaced by this one."""
+        if self._is_beside:
+            self._is_beside = False
+            if not self._has_ready and len(self._started) == self._nproc:
+                self._note_ready()
+
+    def _note_ready(self) -> None:
+        self.append(ReadinessChanged(attempt=self._attempt, is_ready=True))
 
 
 # ------------------------------------------------------------------ the children
@@ -295,6 +305,8 @@ class _Start:
         self.effect = effect
         self.driver: BaseDriver | None = None
         self.is_open = False
+        self.confirm: Callable[[], None] = lambda: None
+        """Called when the start has replaced the former one, beside which it was made."""
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._requests: list[Callable[[BaseDriver], object]] = []
 
@@ -339,8 +351,8 @@ class SupervisorDriver(BaseDriver):
         self._parent = parent
         self._on_ready = on_ready
         self._clock = PausableClock()
-        supervised = _with_supervisor(spec) if parent is None else spec
-        self._machine = SupervisorMachine(supervised, random, nproc=nproc)
+        supervised = outermost_group(spec) if parent is None else spec
+        self._machine = SupervisorMachine(supervised, random, nproc)
         self._starts: dict[tuple[str, int], _Start] = {}
         self._timers: dict[str, asyncio.Task[Any]] = {}
         self._attempts: dict[str, int] = {}  # the latest numbers
@@ -531,8 +543,17 @@ class SupervisorDriver(BaseDriver):
             case Finish():
                 self._run(effect, self._finish(effect))
             case ChildEffect():
+                if isinstance(effect, StopChild):
+                    self._confirm(effect)
                 if (found := self._starts.get((effect.name, effect.generation))) is not None:
                     found.request(partial(_change, effect))
+
+    def _confirm(self, former: ChildEffect) -> None:
+        """Let the start that has replaced a `former` one restart itself from now on."""
+        for start in [*self._starts.values()]:
+            effect = start.effect
+            if effect.name == former.name and effect.generation > former.generation:
+                start.confirm()
 
     def _report_ready(self, *, is_ready: bool) -> None:
         if not (self._parent is None and "" in self._machine.children):
@@ -561,7 +582,7 @@ class SupervisorDriver(BaseDriver):
         """Open the driver of a child; its end is an input."""
         effect = start.effect
         try:
-            start.driver = self._make_driver(effect)
+            start.driver = self._make_driver(start)
             start.driver.is_left = True  # the outermost supervisor warns
             start.driver.on_shutdown = self._shut_down
             start.driver.finds_lost_jobs, self.finds_lost_jobs = self.finds_lost_jobs, False
@@ -585,7 +606,8 @@ class SupervisorDriver(BaseDriver):
             ended = ChildEnded(effect.name, effect.generation, outcome, is_permanent=is_permanent)
             self.receive(ended)
 
-    def _make_driver(self, effect: StartChild) -> BaseDriver:
+    def _make_driver(self, start: _Start) -> BaseDriver:
+        effect = start.effect
         name, path = effect.name, joined(self._path, effect.name)
         spec = effect.spec
         is_group = isinstance(spec, GroupSpec)
@@ -593,7 +615,7 @@ class SupervisorDriver(BaseDriver):
             is_group = effect.rank is None and spec.restart.scope != "group"
         if not is_group:
             assert isinstance(spec, LaunchSpec)
-            return self._make_leaf(spec, effect, path)
+            return self._make_leaf(spec, start, path)
 
         def on_ready(is_ready: bool) -> None:
             if is_ready:
@@ -617,7 +639,8 @@ class SupervisorDriver(BaseDriver):
         """Return a leaf whose role is the name of the child, unless it has another one."""
         return spec.replace(role=name) if spec.role == "default" and name else spec
 
-    def _make_leaf(self, spec: LaunchSpec, effect: StartChild, path: str) -> Driver:
+    def _make_leaf(self, spec: LaunchSpec, start: _Start, path: str) -> Driver:
+        effect = start.effect
         name, rank, nproc = effect.name, effect.rank, 1
         worker: WorkerRanks | None = None
         run_id = self._parts.run_id
@@ -637,6 +660,9 @@ class SupervisorDriver(BaseDriver):
         place = LeafPlace(path, directory, self._parts.logged, worker)
         next_attempt = partial(self._next_attempt, name)
         attempt = next_attempt(-1) if is_alone else 0
+        is_beside = any(
+            one.effect.name == name for one in self._starts.values() if one is not start
+        )
         log = LeafLog(
             self._parts.event_log,
             path,
@@ -645,10 +671,7 @@ class SupervisorDriver(BaseDriver):
             nproc=nproc,
             has_ready=reports_ready(spec),
             attempt=attempt,
-            beside=any(
-                one.effect.name == name and one.effect is not effect
-                for one in self._starts.values()
-            ),
+            beside=is_beside,
         )
         runtime = self._parts.make_runtime(spec, nproc, log, place, run_id)
         if is_alone:
@@ -660,6 +683,13 @@ class SupervisorDriver(BaseDriver):
                 next_attempt=next_attempt,
                 restarts=effect.restarts,
             )
+            machine.is_candidate = is_beside
+
+            def confirm() -> None:
+                machine.is_candidate = False
+                log.confirm()
+
+            start.confirm = confirm
             return Driver(runtime, machine, log)
         from elastic_aio.agent.multi_node_driver import MultiNodeDriver
 
@@ -678,6 +708,7 @@ class SupervisorDriver(BaseDriver):
         assert driver is not None, "it has been opened"
         self._starts.pop((effect.name, effect.generation), None)
         start.over.set_result(None)
+        self._confirm(effect)
         outcome, result = driver.outcome, driver.result
         if outcome is None or result is None:
             outcome = JobOutcome(JobState.FAILED, f"internal error: {driver.error!r}", 1)
@@ -789,15 +820,6 @@ def _change(effect: ChildEffect, driver: BaseDriver) -> None:
             driver.receive(ReloadReceived("", effect.spec))
         case ScaleChild():
             driver.receive(ScaleReceived("", effect.number))
-
-
-def _with_supervisor(spec: AnySpec) -> AnySpec:
-    """Return a job that starts anew as a whole as the only child, without a name, of a group."""
-    if isinstance(spec, GroupSpec):
-        is_restarted = spec.restart == "always" or spec.max_restarts
-    else:
-        is_restarted = spec.restart.scope == "group"
-    return GroupSpec({"": spec}, window=None) if is_restarted else spec
 
 
 def _leaves_of(spec: AnySpec) -> list[LaunchSpec]:

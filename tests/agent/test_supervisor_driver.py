@@ -1,0 +1,333 @@
+"""Groups of jobs and independent workers, as real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_aio import (
+    Agent,
+    GroupSpec,
+    JobFailed,
+    JobPreempted,
+    JobStopped,
+    LaunchSpec,
+    LogSpec,
+    SpecError,
+    StopPlan,
+    launch,
+)
+from elastic_aio.child_events import ChildFinished, ChildLaunched, ReadinessChanged
+from elastic_aio.events import Event, JobFinished, JobStarted, StopRequested, WorkerStarted
+from elastic_aio.outcome import JobState
+from elastic_aio.spec.restart import RestartPolicy
+from tests.support.children import POLITE, SLEEPER, shell, until
+from tests.support.leaks import alive, own_children
+
+PLAN = StopPlan.within(5)
+ALWAYS = RestartPolicy(when="always", backoff=None)
+
+
+def leaf(argv: Sequence[str] = SLEEPER, **settings: Any) -> LaunchSpec:
+    """Return a job of one worker that sleeps, unless it runs something else."""
+    return LaunchSpec([*argv], **{"stop": PLAN, **settings})
+
+
+def workers(number: int, argv: Sequence[str] = SLEEPER, **settings: Any) -> LaunchSpec:
+    """Return so many independent workers."""
+    policy = {"scope": "worker", "backoff": None, **settings.pop("policy", {})}
+    restarts = settings.pop("max_restarts", 3)
+    return leaf(
+        argv,
+        nproc_per_node=number,
+        max_restarts=restarts,
+        restart=RestartPolicy(**policy),
+        **settings,
+    )
+
+
+async def until_all_run(agent: Agent) -> None:
+    """Wait until the whole tree is ready."""
+    async for event in agent.events():
+        if isinstance(event, ReadinessChanged) and not event.child and event.is_ready:
+            return
+    raise AssertionError("it has ended")
+
+
+def order(events: Sequence[Event], kind: type[Event]) -> list[str]:
+    """Return the children of the events of a kind, in their order."""
+    return [event.child for event in events if isinstance(event, kind)]
+
+
+# ------------------------------------------------------------------ independent workers
+
+
+@pytest.mark.both_loops
+async def test_a_worker_that_dies_restarts_alone() -> None:
+    """The others keep their processes; each worker knows its rank among all."""
+    async with Agent(workers(4, max_restarts=1)) as agent:
+        await until_all_run(agent)
+        before = agent.pids()
+        os.kill(before[1], signal.SIGKILL)
+        await until(lambda: agent.pids().get(1, before[1]) != before[1])
+        after = agent.pids()
+        assert {rank for rank in before if before[rank] != after[rank]} == {1}
+        assert agent.children()["1"].restarts == 1
+        os.kill(after[1], signal.SIGKILL)
+        with pytest.raises(JobFailed) as failed:
+            await agent.wait()
+    result = failed.value.result
+    assert result.exit_code == 128 + signal.SIGKILL
+    assert result.failures[0].rank == 1
+    assert "1: " in result.reason
+    assert [attempt.number for attempt in result.children["1"].attempts] == [0, 1]
+    assert {child.state for name, child in result.children.items() if name != "1"} == {
+        JobState.STOPPED
+    }
+
+
+async def test_workers_get_ranks_of_one_world(tmp_path: Path) -> None:
+    """As those of a group, with a restart count of their own and no shared store."""
+    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE TORCHELASTIC_RESTART_COUNT ROLE_NAME"
+    shown = " ".join(f"${name}" for name in names.split())
+    script = f"echo {shown} > {tmp_path}/$RANK; [ $RANK$TORCHELASTIC_RESTART_COUNT != 10 ]"
+    await launch(workers(3, shell(script), role="web"))
+    found = [(tmp_path / str(rank)).read_text().split() for rank in range(3)]
+    assert found == [[str(n), str(n), "3", "3", str(int(n == 1)), "web"] for n in range(3)]
+
+
+async def test_the_rest_restarts_with_a_worker(tmp_path: Path) -> None:
+    """With scope "rest": those with higher ranks, and no other."""
+    async with Agent(workers(3, policy={"scope": "rest"})) as agent:
+        await until_all_run(agent)
+        before = agent.pids()
+        os.kill(before[1], signal.SIGKILL)
+        await until(lambda: len({*agent.pids().values()} - {*before.values()}) == 2)
+        assert agent.pids()[0] == before[0]
+
+
+async def test_always_restarts_after_a_success_too(tmp_path: Path) -> None:
+    """And needs no `max_restarts`; attempts and the count of restarts go on."""
+    script = f"echo $TORCHELASTIC_RESTART_COUNT >> {tmp_path}/n; test $(wc -l < {tmp_path}/n) -lt 4"
+    script += " || exec sleep 99"
+    async with Agent(leaf(shell(script), restart=ALWAYS)) as agent:
+        await until(lambda: (tmp_path / "n").exists() and agent.status().attempt == 3)
+        await agent.stop()
+        with pytest.raises(JobStopped):
+            await agent.wait()
+        history = [event async for event in agent.events()]
+    assert (tmp_path / "n").read_text().split() == ["0", "1", "2", "3"]
+    assert [event.attempt for event in history if isinstance(event, WorkerStarted)] == [0, 1, 2, 3]
+    assert [type(event) for event in history].count(JobStarted) == 1
+    assert isinstance(history[-1], JobFinished)
+    assert all(event.child == "" for event in history)
+
+
+async def test_workers_are_added_and_removed() -> None:
+    """The present ones keep their processes."""
+    async with Agent(workers(2)) as agent:
+        await until_all_run(agent)
+        before = agent.pids()
+        await agent.scale("", 4)
+        await until(lambda: len(agent.pids()) == 4)
+        assert {**agent.pids(), **before} == agent.pids()
+        assert [*agent.children()] == ["0", "1", "2", "3"]
+        await agent.scale("", 1)
+        await until(lambda: len(agent.pids()) == 1)
+        assert agent.pids() == {0: before[0]}
+        assert [*agent.children()] == ["0"]
+        with pytest.raises(SpecError, match=r"^child: must be one of: 0 \(got '3'\)$"):
+            agent.stop(child="3")
+
+
+async def test_a_reload_replaces_one_worker_after_the_other(tmp_path: Path) -> None:
+    """Each new one runs before the old one is stopped; a broken spec replaces none."""
+    async with Agent(workers(2)) as agent:
+        await until_all_run(agent)
+        before = agent.pids()
+        assert await agent.reload(spec=workers(2, ["sleep", "98"]))
+        middle = agent.pids()
+        assert not {*before.values()} & {*middle.values()}
+        assert not await agent.reload(spec=workers(2, shell("exit 3")))
+        assert agent.pids() == middle
+        assert agent.status(usage=False).is_ready
+        assert not any(map(alive, before.values()))
+    history = [event async for event in agent.events()]
+    starts = [event.seq for event in history if isinstance(event, WorkerStarted)]
+    stops = [event.seq for event in history if isinstance(event, StopRequested)]
+    assert starts[2] < stops[0] < starts[3] < stops[1]
+
+
+# ------------------------------------------------------------------------------ groups
+
+
+@pytest.mark.both_loops
+async def test_the_group_of_the_issue(tmp_path: Path) -> None:
+    """A server that restarts alone, a trainer that ends the job, a sidecar that is reported."""
+    started = tmp_path / "started"
+    server = leaf(shell(f"echo $TORCHELASTIC_RESTART_COUNT >> {started}; exec sleep 99"))
+    spec = GroupSpec(
+        {
+            "server": server.replace(restart=ALWAYS),
+            "trainer": leaf(shell(f"until [ -e {tmp_path}/go ]; do sleep 0.01; done; exit 7")),
+            "sidecar": leaf(shell("exit 5")),
+        },
+        after={"trainer": ["server"]},
+        essential=["server", "trainer"],
+        ends_with="trainer",
+    )
+    async with Agent(spec) as agent:
+        await until_all_run(agent)
+        before = {path: agent.pids(path) for path in ("server", "trainer")}
+        await until(lambda: agent.children()["sidecar"].phase == "failed")
+        os.kill(before["server"][0], signal.SIGKILL)
+        await until(lambda: agent.pids("server").get(0) not in (None, before["server"][0]))
+        assert agent.pids("trainer") == before["trainer"]
+        (tmp_path / "go").touch()
+        with pytest.raises(JobFailed, match="trainer") as failed:
+            await agent.wait()
+        history = [event async for event in agent.events()]
+    assert failed.value.result.exit_code == 7
+    states = {name: child.state.value for name, child in failed.value.result.children.items()}
+    assert states == {"server": "stopped", "trainer": "failed", "sidecar": "failed"}
+    assert started.read_text().split() == ["0", "1"]
+    assert order(history, ChildFinished)[0] == "sidecar"
+    launched = order(history, ChildLaunched)
+    assert launched.index("server") < launched.index("trainer")
+    assert isinstance(history[-1], JobFinished)
+
+
+async def test_children_stop_in_the_reverse_order(tmp_path: Path) -> None:
+    """A child stops when nothing is left of those that were started after it."""
+    notes = {"NOTES": str(tmp_path)}
+    slow = shell('trap "sleep 0.2; echo $NAME >> $NOTES/stopped; exit 0" TERM; sleep 99 & wait')
+    children = {name: leaf(slow, env={**notes, "NAME": name}) for name in ("a", "b", "c")}
+    spec = GroupSpec(children, after={"b": ["a"], "c": ["b"]})
+    async with Agent(spec) as agent:
+        await until_all_run(agent)
+        await asyncio.sleep(0.2)  # the shells have set their traps
+        agent.stop()
+        with pytest.raises(JobStopped):
+            await agent.wait()
+    assert (tmp_path / "stopped").read_text().split() == ["c", "b", "a"]
+
+
+async def test_groups_are_nested(tmp_path: Path) -> None:
+    """Paths name the children; directories, roles and run ids follow them."""
+    script = "echo $ROLE_NAME $TORCHELASTIC_RUN_ID $RANK $WORLD_SIZE"
+    replicas = GroupSpec.replicas(leaf(shell(script), nproc_per_node=2), 2)
+    spec = GroupSpec(
+        {"serving": replicas, "last": leaf(shell(script))},
+        after={"last": ["serving"]},
+        logs=LogSpec(log_dir=str(tmp_path), redirects=3),
+        run_id="tree",
+    )
+    result = await launch(spec)
+    (run,) = tmp_path.iterdir()
+    files = sorted(str(path.relative_to(run)) for path in run.rglob("stdout.log"))
+    assert files == [
+        "last/attempt_0/0/stdout.log",
+        *(f"serving/{n}/attempt_0/{rank}/stdout.log" for n in range(2) for rank in range(2)),
+    ]
+    assert (run / files[0]).read_text() == "last tree.last 0 1\n"
+    assert (run / files[4]).read_text() == "1 tree.serving.1 1 2\n"
+    assert result.children["serving"].children["1"].state is JobState.SUCCEEDED
+    assert result.log_dir == str(run)
+
+
+async def test_a_child_is_stopped_and_started_by_request() -> None:
+    """It stays stopped; the others notice nothing."""
+    async with Agent(GroupSpec({"a": leaf(), "b": leaf()})) as agent:
+        await until_all_run(agent)
+        kept, former = agent.pids("a"), agent.pids("b")
+        await agent.stop(child="b")
+        assert not alive(former[0])
+        assert agent.children()["b"].phase == "stopped"
+        assert await agent.restart(child="b")
+        assert agent.pids("b") != former
+        assert agent.pids("a") == kept
+        with pytest.raises(SpecError, match=r"^child: must be one of: a, b \(got 'x'\)$"):
+            await agent.restart(child="x")
+
+
+async def test_a_group_that_fails_is_started_anew_by_its_parent(tmp_path: Path) -> None:
+    """Up to its `max_restarts`; then it is given up, and all of it is stopped."""
+    script = f"echo x >> {tmp_path}/n; exit 3"
+    inner = GroupSpec({"good": leaf(), "bad": leaf(shell(script))}, max_restarts=2)
+    spec = GroupSpec({"inner": inner, "other": leaf()}, window=None)
+    with pytest.raises(JobFailed, match="inner") as failed:
+        await launch(spec)
+    assert failed.value.result.exit_code == 3
+    assert (tmp_path / "n").read_text().split() == ["x"] * 3
+
+
+async def test_a_preemption_gives_notice_to_all_leaves(tmp_path: Path) -> None:
+    """The job is preempted when all have ended."""
+    script = 'until [ -e "$ELASTIC_AIO_PENDING_CHANGE" ]; do sleep 0.01; done; '
+    script += f"touch {tmp_path}/$ROLE_NAME"
+    spec = GroupSpec({"a": leaf(shell(script)), "b": leaf(shell(script))})
+    async with Agent(spec) as agent:
+        await until_all_run(agent)
+        assert agent.preempt(seconds=60)
+        assert not agent.preempt(seconds=60)
+        with pytest.raises(JobPreempted):
+            await agent.wait()
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
+
+
+# --------------------------------------------------------------------------- every end
+
+
+async def test_a_second_signal_kills_all_at_once(tmp_path: Path) -> None:
+    """Also children whose turn in the order of the stop has not come."""
+    stubborn = shell("trap '' TERM; sleep 99 & wait; wait")
+    spec = GroupSpec({"a": leaf(stubborn), "b": leaf(stubborn)}, after={"b": ["a"]})
+    async with Agent(spec) as agent:
+        await until_all_run(agent)
+        agent.stop()
+        agent.kill()
+        with pytest.raises(JobStopped):
+            await agent.wait()
+    assert not own_children()
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("turns", [0, 1, 3, 10, 40])
+async def test_a_cancelled_launch_leaves_nothing(turns: int) -> None:
+    """Cancelled twice, at any moment of the start."""
+    tree = GroupSpec({"x": workers(3), "y": leaf(), "z": GroupSpec({"w": leaf(POLITE)})})
+    task = asyncio.create_task(launch(tree))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not own_children()
+
+
+async def test_a_child_that_cannot_be_opened_is_an_error_of_the_job(tmp_path: Path) -> None:
+    """One line, before any other child that is after it starts."""
+    bad = leaf(logs=LogSpec(log_dir="/proc/none", redirects=3))
+    with pytest.raises(SpecError, match=r"^logs\.log_dir: "):
+        await launch(GroupSpec({"bad": bad, "b": leaf()}, after={"b": ["bad"]}))
+
+
+async def test_lines_of_children_are_read(tmp_path: Path) -> None:
+    """Of the whole tree, or below a child; each line names its child."""
+    say = shell("echo I am $ROLE_NAME")
+    spec = GroupSpec({"a": leaf(say), "g": GroupSpec({"b": leaf(say)})}, logs=LogSpec(redirects=3))
+    async with Agent(spec) as agent:
+        lines = [line async for line in agent.logs()]
+        assert {(line.child, line.text) for line in lines} == {
+            ("a", "I am a"),
+            ("g/b", "I am b"),
+        }
+        assert [line.child async for line in agent.logs(child="g")] == ["g/b"]
