@@ -162,6 +162,8 @@ class Scaled(Event, frozen=True, kw_only=True):
         for name in [*status.children]:
             if name.isdecimal() and int(name) >= self.number:
                 del status.children[name]
+        for number in range(self.number) if status.children else ():
+            status.at(str(number))
 
     def _text(self) -> str:
         return f"scaled from {self.former} to {counted(self.number, 'worker')}"

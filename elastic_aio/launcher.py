@@ -23,14 +23,15 @@ from elastic_aio.signals import ReceivedSignals
 from elastic_aio.spec.stop import SignalSpec
 
 if TYPE_CHECKING:
-    from elastic_aio.spec.group import AnySpec
+    from elastic_aio.spec.group import AnySpec, GroupSpec
+    from elastic_aio.spec.job import LaunchSpec
 
 T = TypeVar("T")
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 
 async def launch(
-    spec: AnySpec,
+    spec: LaunchSpec | GroupSpec,
     *,
     signals: bool | SignalSpec = False,
     console: ConsoleTarget | None = None,
@@ -140,7 +141,7 @@ async def handle_signals(
 
 
 def run(
-    spec: AnySpec,
+    spec: LaunchSpec | GroupSpec,
     *,
     signals: bool | SignalSpec = False,
     console: ConsoleTarget | None = None,

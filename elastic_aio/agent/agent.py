@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from elastic_aio.agent.supervisor_driver import SupervisorDriver
     from elastic_aio.control.server import ControlServer
     from elastic_aio.logs.reader import LogReader
-    from elastic_aio.spec.group import AnySpec
+    from elastic_aio.spec.group import AnySpec, GroupSpec
     from elastic_aio.stacks import StackDump
     from elastic_aio.status import StatusTracker
 
@@ -80,7 +80,7 @@ class Agent:
 
     def __init__(
         self,
-        spec: AnySpec,
+        spec: LaunchSpec | GroupSpec,
         *,
         console: ConsoleTarget | None = None,
         listeners: Sequence[EventListener] = (),
@@ -420,7 +420,7 @@ class Agent:
                 return True
         return False
 
-    async def reload(self, child: str = "", spec: AnySpec | None = None) -> bool:
+    async def reload(self, child: str = "", spec: LaunchSpec | GroupSpec | None = None) -> bool:
         """Replace the workers of a child one after the other, or by a restart if it is a gang.
 
         Of independent workers, each is started anew beside the old one, which is stopped when the

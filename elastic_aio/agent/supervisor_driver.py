@@ -205,8 +205,8 @@ class ChildLog:
         self._log = log
         self._path = path
         self._generation = generation
-        self._first_attempt = attempt
-        self._is_beside = beside
+        self.first_attempt = attempt
+        self.is_beside = beside
 
     @property
     def tracker(self) -> StatusTracker:
@@ -215,7 +215,7 @@ class ChildLog:
     def append(self, event: Event) -> None:
         if isinstance(event, JobStarted) and (self._path or self._generation):
             event = ChildLaunched(
-                attempt=self._first_attempt,
+                attempt=self.first_attempt,
                 generation=self._generation,
                 entrypoint=event.entrypoint,
                 nproc_per_node=event.nproc_per_node,
@@ -223,7 +223,7 @@ class ChildLog:
                 log_dir=event.log_dir,
                 role=event.role,
                 children=event.children,
-                is_beside=self._is_beside,
+                is_beside=self.is_beside,
             )
         if not isinstance(event, JobFinished):  # the supervisor says what follows
             self._log.append(event, self._path)
@@ -269,7 +269,7 @@ class LeafLog(ChildLog):
                     self._started, self._ready = set(), set()
                 self._started.add(event.local_rank)
                 if len(self._started) == self._nproc:
-                    if not (self._has_ready or self._is_beside):
+                    if not (self._has_ready or self.is_beside):
                         self._note_ready()
                     self._receive(ChildStarted(*self._child))
             case WorkerReady() if event.attempt == self._attempt and self._has_ready:
@@ -286,8 +286,8 @@ class LeafLog(ChildLog):
 
     def confirm(self) -> None:
         """Note that the other start has been replaced by this one."""
-        if self._is_beside:
-            self._is_beside = False
+        if self.is_beside:
+            self.is_beside = False
             if not self._has_ready and len(self._started) == self._nproc:
                 self._note_ready()
 
@@ -640,60 +640,54 @@ class SupervisorDriver(BaseDriver):
         return spec.replace(role=name) if spec.role == "default" and name else spec
 
     def _make_leaf(self, spec: LaunchSpec, start: _Start, path: str) -> Driver:
-        effect = start.effect
-        name, rank, nproc = effect.name, effect.rank, 1
-        worker: WorkerRanks | None = None
-        run_id = self._parts.run_id
-        if rank is None:
-            spec = self._named(spec, name)
-            nproc = resolve_nproc(spec)
-            run_id = ".".join(filter(None, (run_id, path.replace("/", "."))))
+        effect, parts = start.effect, self._parts
+        nproc, worker, above = 1, None, self._path
+        if effect.rank is None:
+            spec = self._named(spec, effect.name)
+            nproc, above = resolve_nproc(spec), path
         else:
-            (node,) = assign_node_ranks([NodeSize(spec.role, max(rank + 1, effect.world_size))])
-            worker = node.worker_ranks(node.world_size)[rank]
-            above = self._path.replace("/", ".")
-            run_id = ".".join(filter(None, (run_id, above)))
-        spec = self._parts.with_logs(spec)
+            worker = _ranks_of(spec.role, effect.rank, effect.world_size)
+        run_id = ".".join(filter(None, (parts.run_id, above.replace("/", "."))))
         is_alone = spec.nnodes.maximum == 1
+        # The numbers of rounds begin anew.
         where = path if is_alone or not effect.generation else f"{path}/{effect.generation}"
-        directory = partial(self._parts.make_directory, where)
-        place = LeafPlace(path, directory, self._parts.logged, worker)
-        next_attempt = partial(self._next_attempt, name)
-        attempt = next_attempt(-1) if is_alone else 0
-        is_beside = any(
-            one.effect.name == name for one in self._starts.values() if one is not start
-        )
+        place = LeafPlace(path, partial(parts.make_directory, where), parts.logged, worker)
+        others = (one for one in self._starts.values() if one is not start)
         log = LeafLog(
-            self._parts.event_log,
+            parts.event_log,
             path,
             effect,
             self.receive,
             nproc=nproc,
             has_ready=reports_ready(spec),
-            attempt=attempt,
-            beside=is_beside,
+            attempt=self._next_attempt(effect.name, -1) if is_alone else 0,
+            beside=any(one.effect.name == effect.name for one in others),
         )
-        runtime = self._parts.make_runtime(spec, nproc, log, place, run_id)
+        runtime = parts.make_runtime(parts.with_logs(spec), nproc, log, place, run_id)
         if is_alone:
-            machine = SingleNodeMachine(
-                spec,
-                nproc,
-                random,
-                attempt=attempt,
-                next_attempt=next_attempt,
-                restarts=effect.restarts,
-            )
-            machine.is_candidate = is_beside
-
-            def confirm() -> None:
-                machine.is_candidate = False
-                log.confirm()
-
-            start.confirm = confirm
-            return Driver(runtime, machine, log)
+            return self._make_driver_alone(runtime, start, log)
         from elastic_aio.agent.multi_node_driver import MultiNodeDriver
 
-        return MultiNodeDriver(runtime, log, make_rendezvous=self._parts.make_rendezvous)
+        return MultiNodeDriver(runtime, log, make_rendezvous=parts.make_rendezvous)
+
+    def _make_driver_alone(self, runtime: LocalRuntime, start: _Start, log: LeafLog) -> Driver:
+        """Return the driver of a leaf whose workers are all on this host."""
+        machine = SingleNodeMachine(
+            runtime.spec,
+            runtime.nproc,
+            random,
+            attempt=log.first_attempt,
+            next_attempt=partial(self._next_attempt, start.effect.name),
+            restarts=start.effect.restarts,
+        )
+        machine.is_candidate = log.is_beside
+
+        def confirm() -> None:
+            machine.is_candidate = False
+            log.confirm()
+
+        start.confirm = confirm
+        return Driver(runtime, machine, log)
 
     def _next_attempt(self, name: str, former: int) -> int:
         """Return the number of the next attempt of a child: they go on over its starts."""
@@ -820,6 +814,12 @@ def _change(effect: ChildEffect, driver: BaseDriver) -> None:
             driver.receive(ReloadReceived("", effect.spec))
         case ScaleChild():
             driver.receive(ScaleReceived("", effect.number))
+
+
+def _ranks_of(role: str, rank: int, number: int) -> WorkerRanks:
+    """Return the ranks of one of so many independent workers on this host."""
+    (node,) = assign_node_ranks([NodeSize(role, max(rank + 1, number))])
+    return node.worker_ranks(node.world_size)[rank]
 
 
 def _leaves_of(spec: AnySpec) -> list[LaunchSpec]:

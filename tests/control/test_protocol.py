@@ -82,6 +82,7 @@ def test_the_form_of_a_request() -> None:
         "command": "signal",
         "version": VERSION,
         "acknowledge": False,
+        "child": "",
         "signal": 10,
         "rank": None,
     }

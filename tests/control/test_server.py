@@ -326,7 +326,7 @@ async def test_a_failure_of_a_request_is_its_answer_and_logged(
     asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
     async with controlled() as (agent, server):
 
-        async def dump(_: str) -> None:
+        async def dump(_: str, child: str) -> None:
             raise error
 
         monkeypatch.setattr(agent, "dump", dump)
