@@ -32,6 +32,8 @@ COMMANDS = {
     "dump": "elastic_aio.cli.local_jobs:main_dump",
     "stop": "elastic_aio.cli.local_jobs:main_stop",
     "restart": "elastic_aio.cli.local_jobs:main_restart",
+    "reload": "elastic_aio.cli.local_jobs:main_reload",
+    "scale": "elastic_aio.cli.local_jobs:main_scale",
     "preempt": "elastic_aio.cli.local_jobs:main_preempt",
     "signal": "elastic_aio.cli.local_jobs:main_signal",
     "wait": "elastic_aio.cli.local_jobs:main_wait",

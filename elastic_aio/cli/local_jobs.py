@@ -20,13 +20,13 @@ from elastic_aio.cli.parser import OptionParser
 from elastic_aio.cli.status_text import (
     JOB_COLUMNS,
     MEASURED_S,
-    WORKER_COLUMNS,
     CpuMeter,
+    child_table,
     head_lines,
     job_row,
     local_time,
     table,
-    worker_row,
+    worker_cells,
 )
 from elastic_aio.control.client import (
     NO_JOB,
@@ -207,6 +207,37 @@ def recorded_events(run: JobRecord) -> list[Event]:
     raise JobError(f"the events of run {run.run_id!r} {problem} ({run.log_dir or run.directory})")
 
 
+def add_child(parser: OptionParser) -> None:
+    """Add the argument CHILD, which `with_child` reads."""
+    parser.add_argument(
+        "child",
+        nargs="?",
+        metavar="CHILD",
+        help="path of a child of a group, such as serving/replica-3, or the rank of an independent"
+        " worker (default: the whole job)",
+    )
+
+
+def with_child(
+    name: str | None, child: str | None, jobs: Sequence[RunningJob] | None = None
+) -> tuple[str | None, str]:
+    """Return the names of a job and of its child; a name alone may be that of a child."""
+    if child is not None:
+        return name, child
+    jobs = find_jobs() if jobs is None else jobs
+    if name is None or matches(jobs, name):
+        return name, ""
+    having = [job for job in jobs if job.status is not None and job.status.find(name)]
+    return (str(having[0].pid), name) if len(having) == 1 else (name, "")
+
+
+def check_child(job: RunningJob, child: str) -> None:
+    """Raise UsageError if a job has no child of this path, as far as that is known."""
+    if job.status is not None and job.status.find(child) is None:
+        known = ", ".join(one.child for one in job.status.descendants) or "none"
+        raise invalid_value("CHILD", f"must be a child of job {job}: {known}", child)
+
+
 def choose_job_to_change(name: str | None) -> RunningJob:
     """Return the job of this name; a person at a terminal may mean the only job.
 
@@ -258,8 +289,10 @@ def main_status(argv: Sequence[str]) -> int:
         "status", "Print what a job is doing, and each worker of this node.", takes_runs=True
     )
     parser.add_argument("--json", action="store_true", help="one JSON object")
+    add_child(parser)
     arguments = parser.parse_args(argv)
-    job = choose_run(arguments.job)
+    name, child = with_child(arguments.job, arguments.child)
+    job = choose_run(name)
     status: JobStatus
     if isinstance(job, RunningJob):
         status, now = run_blocking(CommandClient(job).status()), time.time()
@@ -268,24 +301,31 @@ def main_status(argv: Sequence[str]) -> int:
         from elastic_aio.cli.finished_jobs import run_lines
 
         status, now, head = job, job.until, run_lines(job)
+    if child:
+        if (found := status.find(child)) is None:
+            known = ", ".join(one.child for one in status.descendants) or "none"
+            raise invalid_value("CHILD", f"must be one of: {known}", child)
+        status, head = found, head_lines(found, now)
     if arguments.json:
         print(to_json(status).decode())
         return 0
     is_here = isinstance(job, RunningJob) and job.is_local
     shares = _cpu_shares(status) if is_here else {}
-    rows = [worker_row(worker, now, shares.get(worker.pid)) for worker in status.workers]
-    print("\n".join([*head, "", *table(WORKER_COLUMNS, rows)]))
+    cells = worker_cells(status, now, lambda worker: shares.get(worker.pid))
+    print("\n".join([*head, *child_table(status, now), "", *table(*cells)]))
     return 0
 
 
 def _cpu_shares(status: JobStatus) -> dict[int, float]:
     """Return each worker's present share of a CPU, by pid, measured for a moment."""
     meter = CpuMeter()
-    for worker in status.workers:
+    workers = [worker for leaf in status.leaves for worker in leaf.workers]
+    for worker in workers:
         meter.share(worker)
-    if any(worker.state == "running" for worker in status.workers):
+    if any(worker.state == "running" for worker in workers):
         time.sleep(MEASURED_S)
-    shares = {worker.pid: meter.share(worker) for worker in with_usage(status).workers}
+    later = [worker for leaf in with_usage(status).leaves for worker in leaf.workers]
+    shares = {worker.pid: meter.share(worker) for worker in later}
     return {pid: share for pid, share in shares.items() if share is not None}
 
 
@@ -293,11 +333,12 @@ def _cpu_shares(status: JobStatus) -> dict[int, float]:
 def main_stop(argv: Sequence[str]) -> int:
     parser = job_parser(
         "stop",
-        "End a job by its stop plan, and wait for its end. A job of several nodes goes on"
-        " without this node.",
+        "End a job, or a child of it, by its stop plan, and wait for its end. A job of several"
+        " nodes goes on without this node; a child stays stopped until it is restarted.",
         epilog="Exit codes: 0 the job is over, 1 it does not answer, 2 no such job.",
         changes=True,
     )
+    add_child(parser)
     parser.add_argument("--signal", metavar="NAME", help="in place of the plan's first signal")
     parser.add_argument(
         "--kill",
@@ -310,16 +351,19 @@ def main_stop(argv: Sequence[str]) -> int:
     )
     arguments = parser.parse_args(argv)
     number = None if arguments.signal is None else _signal_number("--signal", arguments.signal)
-    job = choose_job_to_change(arguments.job)
+    name, child = with_child(arguments.job, arguments.child)
+    job = choose_job_to_change(name)
+    check_child(job, child)
     client, kill = CommandClient(job), arguments.kill
-    stop = client.stop(arguments.reason, signal=number, kill=kill, wait=not arguments.no_wait)
+    waits = not arguments.no_wait
+    stop = client.stop(arguments.reason, signal=number, kill=kill, wait=waits, child=child)
     try:
         end = run_blocking(stop)
     except JobNotFound:
         print(f"job {job}: it has just ended")
         return 0
     except ControlError as error:
-        if not kill:
+        if not kill or child:
             raise
         try:
             is_killed = run_blocking(client.kill_launcher())
@@ -329,6 +373,9 @@ def main_stop(argv: Sequence[str]) -> int:
             raise
         print(f"job {job} killed: {error}, so its launcher got SIGKILL and its guardian ended it")
         return 0
+    if child:
+        print(f"job {job}: {child} {'is stopped' if waits else 'is being stopped'}")
+        return 0
     print(f"job {job}: the stop was requested" if end is None else _ended(job, end))
     return 0
 
@@ -337,19 +384,69 @@ def main_stop(argv: Sequence[str]) -> int:
 def main_restart(argv: Sequence[str]) -> int:
     parser = job_parser(
         "restart",
-        "Stop the workers of a job by its stop plan and start them again, on all its nodes. It"
-        " costs no restart of --max-restarts.",
+        "Stop the workers of a job, or of a child of it, by its stop plan and start them again, on"
+        " all its nodes. It costs no restart of --max-restarts.",
         epilog="Exit codes: 0 the next attempt runs, 1 the job has ended, or does not answer,"
         " 2 no such job.",
         changes=True,
     )
+    add_child(parser)
     parser.add_argument("--reason", default="", metavar="TEXT", help="for the events")
     arguments = parser.parse_args(argv)
-    job = choose_job_to_change(arguments.job)
+    name, child = with_child(arguments.job, arguments.child)
+    job = choose_job_to_change(name)
+    check_child(job, child)
     client = CommandClient(job)
-    if not run_blocking(client.restart(arguments.reason)):
-        raise JobError("the job has ended without another attempt")
-    print(f"job {job} restarted: attempt {run_blocking(client.status()).attempt} runs")
+    if not run_blocking(client.restart(arguments.reason, child=child)):
+        raise JobError(f"{child or 'the job'} has ended without another attempt")
+    status = run_blocking(client.status())
+    which = f"{child} restarted" if child else "restarted"
+    what = "" if status.children else f": attempt {status.attempt} runs"
+    print(f"job {job} {which}{what}")
+    return 0
+
+
+@command("reload")
+def main_reload(argv: Sequence[str]) -> int:
+    parser = job_parser(
+        "reload",
+        "Start independent workers, or replicas, anew: one after the other, each beside the old"
+        " one, which is stopped when the new one is ready. Other children are restarted.",
+        epilog="Exit codes: 0 all are replaced, 1 the reload has failed and the old ones run on,"
+        " or the job does not answer, 2 no such job.",
+        changes=True,
+    )
+    add_child(parser)
+    arguments = parser.parse_args(argv)
+    name, child = with_child(arguments.job, arguments.child)
+    job = choose_job_to_change(name)
+    check_child(job, child)
+    if not run_blocking(CommandClient(job).reload(child)):
+        raise JobError("the reload has failed, and what it has not replaced runs on: see why")
+    print(f"job {job}: {child or 'all workers'} reloaded")
+    return 0
+
+
+@command("scale")
+def main_scale(argv: Sequence[str]) -> int:
+    parser = OptionParser(
+        prog="aio-elastic scale",
+        usage="aio-elastic scale [-h] [JOB] [CHILD] NUMBER",
+        description="Change the number of independent workers of a job, or of a child of it, or of"
+        " equal replicas. A gang of workers is restarted with so many.",
+        epilog=EXIT_CODES,
+    )
+    parser.add_argument("words", nargs="+", metavar="[JOB] [CHILD] NUMBER", help="such as 8")
+    *names, text = parser.parse_args(argv).words
+    number = parse_int(text)
+    if number is None or number < 1 or names[2:]:
+        raise invalid_value("NUMBER", "must be a number of at least 1, after JOB and CHILD", text)
+    first, second = (*names, None, None)[:2]
+    name, child = with_child(first, second)
+    job = choose_job_to_change(name)
+    check_child(job, child)
+    run_blocking(CommandClient(job).scale(child, number))
+    print(f"job {job}: {child or 'it'} has {counted(number, 'worker')}")
     return 0
 
 
@@ -379,10 +476,13 @@ def main_preempt(argv: Sequence[str]) -> int:
 @command("dump")
 def main_dump(argv: Sequence[str]) -> int:
     parser = job_parser("dump", "Print what the workers of this node are doing: their stacks.")
+    add_child(parser)
     parser.add_argument("--reason", default="", metavar="TEXT", help="for the text and the events")
     arguments = parser.parse_args(argv)
-    job = choose_job(arguments.job)
-    reply = run_blocking(CommandClient(job).dump(arguments.reason))
+    name, child = with_child(arguments.job, arguments.child)
+    job = choose_job(name)
+    check_child(job, child)
+    reply = run_blocking(CommandClient(job).dump(arguments.reason, child=child))
     print(reply.text.rstrip())
     if reply.path is not None:
         print(f"also in {reply.path}")
@@ -393,7 +493,7 @@ def main_dump(argv: Sequence[str]) -> int:
 def main_signal(argv: Sequence[str]) -> int:
     parser = OptionParser(
         prog="aio-elastic signal",
-        usage="aio-elastic signal [-h] [--rank N] [JOB] SIGNAL",
+        usage="aio-elastic signal [-h] [--rank N] [--child CHILD] [JOB] SIGNAL",
         description="Send a signal to the first process of each worker of this node.",
         epilog=EXIT_CODES,
     )
@@ -401,6 +501,7 @@ def main_signal(argv: Sequence[str]) -> int:
         "words", nargs="*", metavar="[JOB] SIGNAL", help=f"such as USR1 or 10; {_MUST_NAME}"
     )
     parser.add_argument("--rank", metavar="N", help="global rank of the only worker to get it")
+    parser.add_argument("--child", default="", help="path of the only child to get it")
     arguments = parser.parse_args(argv)
     if not 1 <= len(arguments.words) <= 2:
         raise UsageError("SIGNAL: must be given, after JOB if that is given too")
@@ -410,15 +511,18 @@ def main_signal(argv: Sequence[str]) -> int:
     if arguments.rank is not None and (rank := parse_int(arguments.rank)) is None:
         raise invalid_value("--rank", "must be a whole number", arguments.rank)
     job = choose_job_to_change(name[0] if name else None)
+    check_child(job, arguments.child)
     if rank is not None and job.status is not None:
-        running = [one.rank for one in job.status.workers if one.state == "running"]
+        leaves = (job.status.find(arguments.child) or job.status).leaves
+        workers = [worker for leaf in leaves for worker in leaf.workers]
+        running = [one.rank for one in workers if one.state == "running"]
         if rank not in running:
             known = format_ranks(running) or "none"
             problem = f"must be the rank of a running worker of this node: {known}"
             raise invalid_value("--rank", problem, arguments.rank)
-    reply = run_blocking(CommandClient(job).signal(number, rank))
-    sent, workers = signal_name(number), counted(len(reply.pids), "worker")
-    print(f"job {job}: {sent} sent to {workers}", flush=True)
+    reply = run_blocking(CommandClient(job).signal(number, rank, child=arguments.child))
+    sent = signal_name(number)
+    print(f"job {job}: {sent} sent to {counted(len(reply.pids), 'worker')}", flush=True)
     if reply.unhandled and number != signal.SIGKILL:
         ranks = format_ranks(reply.unhandled)
         have = f"rank {ranks} has" if len(reply.unhandled) == 1 else f"ranks {ranks} have"

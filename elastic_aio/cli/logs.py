@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from elastic_aio.aio import cancel_and_wait, create_task
-from elastic_aio.cli.local_jobs import JobError, choose_run, command, job_parser
+from elastic_aio.cli.local_jobs import JobError, choose_run, command, job_parser, with_child
 from elastic_aio.control.client import (
     CommandClient,
     JobClient,
@@ -30,7 +30,7 @@ from elastic_aio.logs.lines import LogLine
 from elastic_aio.logs.log_file import last_lines
 from elastic_aio.logs.reader import LogReader
 from elastic_aio.logs.streams import LoggedStream, LoggedStreams
-from elastic_aio.spec.checks import UsageError, parse_int, parse_number
+from elastic_aio.spec.checks import UsageError, invalid_value, parse_int, parse_number
 from elastic_aio.status import JobStatus, WorkerStatus
 from elastic_aio.text import counted
 
@@ -48,8 +48,9 @@ def main_logs(argv: Sequence[str]) -> int:
     parser.add_argument(
         "rank",
         nargs="?",
-        metavar="RANK",
-        help="global rank of a worker (default: all of this node); it may stand alone",
+        metavar="RANK|CHILD",
+        help="global rank of a worker, or path of a child of a group (default: all of this node);"
+        " it may stand alone",
     )
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the job ends")
     parser.add_argument(
@@ -61,26 +62,31 @@ def main_logs(argv: Sequence[str]) -> int:
         help=f"lines of each file to begin with (default {_LINES})",
     )
     arguments = parser.parse_args(argv)
-    job, rank = _job_and_rank(arguments)
+    job, rank, child = _job_and_rank(arguments)
     status: JobStatus
     if isinstance(job, RunningJob):
         status = run_blocking(CommandClient(job).status(usage=False, makes_files=True))
     else:
         status = job
-    ranks = {worker.rank for worker in status.workers}
+    if (chosen := status.find(child)) is None:
+        known = ", ".join(one.child for one in status.descendants) or "none"
+        raise invalid_value("CHILD", f"must be one of: {known}", child)
+    after, log_dir, status = status.seq, status.log_dir, chosen
+    workers = [worker for leaf in status.leaves for worker in leaf.workers]
+    ranks = {worker.rank for worker in workers}
     if rank is not None and rank not in ranks and ranks:
         raise UsageError(f"RANK: must be one of this node's: {sorted(ranks)} (got {rank})")
     streams = present_streams(status, rank, arguments.lines)
-    if not [*streams] and (status.workers or not arguments.follow):
+    if not [*streams] and (workers or not arguments.follow):
         raise JobError("no output of this job is in files (see --tee, --redirects and LogSpec)")
-    if [*streams] and (directory := _gone(streams, status.log_dir)):
+    if [*streams] and (directory := _gone(streams, status.log_dir or log_dir)):
         kept = "captured output is kept only if a job fails, and if there is some"
         raise JobError(f"no log file of this job is left in {directory} ({kept})")
-    if [*streams] and (missing := streams_without_file(status)):
+    if [*streams] and (missing := streams_without_file(workers)):
         _note(f"{missing} is in no file and not shown (see --tee and --redirects)")
-    printer = LinePrinter(has_prefix=rank is None and len(ranks) != 1)
+    printer = LinePrinter(has_prefix=rank is None and len(workers) != 1)
     if arguments.follow and isinstance(job, RunningJob):
-        run_coroutine(partial(_follow, job, status.seq, streams, rank, printer))
+        run_coroutine(partial(_follow, job, after, streams, (rank, child), printer))
     else:
         run_coroutine(lambda: _print(streams, printer, follow=False))
     return 0
@@ -103,21 +109,35 @@ def _gone(streams: LoggedStreams, log_dir: str | None) -> str:
 
 def _job_and_rank(
     arguments: argparse.Namespace,
-) -> tuple[RunningJob | JobRecord, int | None]:
-    """Return the job and rank; a number alone is a rank, unless it is the pid of a launcher."""
+) -> tuple[RunningJob | JobRecord, int | None, str]:
+    """Return job, rank and child; a number alone is a rank, unless it is the pid of a launcher."""
     jobs = find_jobs()
     name, text = arguments.job, arguments.rank
     is_alone = name is not None and text is None and parse_int(name) is not None
     if is_alone and not any(str(job.pid) == name for job in jobs):
         name, text = None, name
-    rank = None if text is None else parse_number("RANK", text)
-    return choose_run(name, jobs), rank
+    if text is None:
+        name, child = with_child(name, None, jobs)
+        return choose_run(name, jobs), None, child
+    job = choose_run(name, jobs)
+    status = job.status if isinstance(job, RunningJob) else job
+    is_child = status is not None and status.find(text) is not None
+    if is_child or (parse_int(text) is None and status is not None and status.children):
+        return job, None, text
+    return job, parse_number("RANK", text), ""
 
 
-def streams_without_file(status: JobStatus) -> str:
+def _name_of(line: LogLine) -> str:
+    """Return the name of a worker before its lines: its rank, in a tree with its child."""
+    if not line.child or line.child.rpartition("/")[2] == str(line.rank):
+        return line.child or str(line.rank)
+    return f"{line.child}:{line.rank}"
+
+
+def streams_without_file(workers: Sequence[WorkerStatus]) -> str:
     streams = {
-        "standard output": [worker.stdout_path for worker in status.workers],
-        "standard error": [worker.stderr_path for worker in status.workers],
+        "standard output": [worker.stdout_path for worker in workers],
+        "standard error": [worker.stderr_path for worker in workers],
     }
     return " and ".join(name for name, paths in streams.items() if None in paths)
 
@@ -129,9 +149,10 @@ def _note(text: str) -> None:
 def present_streams(status: JobStatus, rank: int | None, lines: int) -> LoggedStreams:
     """Return the present streams of one rank or of all, each from its last lines on."""
     streams = LoggedStreams()
-    for worker in status.workers:
-        if rank in (None, worker.rank):
-            _add(streams, worker, status.attempt, lines)
+    for leaf in status.leaves:
+        for worker in leaf.workers:
+            if rank in (None, worker.rank):
+                _add(streams, worker, leaf.attempt, leaf.child, lines)
     return streams
 
 
@@ -139,6 +160,7 @@ def _add(
     streams: LoggedStreams,
     worker: WorkerStatus | WorkerStarted,
     attempt: int,
+    child: str,
     lines: int | None = None,
 ) -> None:
     paths = {worker.stdout_path: "stdout"}
@@ -149,7 +171,7 @@ def _add(
     for path, name in paths.items():
         if path is None or streams.get(path) is not None:
             continue
-        stream = LoggedStream(worker.rank, worker.local_rank, attempt, name, path)
+        stream = LoggedStream(worker.rank, worker.local_rank, attempt, name, path, child=child)
         if lines is not None:
             with suppress(OSError):  # it was removed already
                 stream.begin = last_lines(path, lines)
@@ -164,9 +186,13 @@ async def _print(streams: LoggedStreams, printer: LinePrinter, *, follow: bool) 
 
 
 async def _follow(
-    job: RunningJob, after: int, streams: LoggedStreams, rank: int | None, printer: LinePrinter
+    job: RunningJob,
+    after: int,
+    streams: LoggedStreams,
+    chosen: tuple[int | None, str],
+    printer: LinePrinter,
 ) -> None:
-    following = create_task(_add_attempts(job, after, streams, rank), name="follow the attempts")
+    following = create_task(_add_attempts(job, after, streams, *chosen), name="follow the attempts")
     try:
         await _print(streams, printer, follow=True)
         await following  # which has closed the streams, or says why it could not follow
@@ -175,20 +201,23 @@ async def _follow(
 
 
 async def _add_attempts(
-    job: RunningJob, after: int, streams: LoggedStreams, rank: int | None
+    job: RunningJob, after: int, streams: LoggedStreams, rank: int | None, child: str
 ) -> None:
     """Add the files of later attempts; the streams are closed at the end of the job."""
-    latest = -1
+    latest: dict[str, int] = {}
     with closing(streams), suppress(JobNotFound):  # it has just ended
         async for event in JobClient(job).events(after, follow=True):
             if not isinstance(event, WorkerStarted):
                 continue
-            if event.attempt > latest:
-                for attempt in {stream.attempt for stream in streams} - {event.attempt}:
-                    streams.complete(attempt)
-                latest = event.attempt
-            if rank in (None, event.rank):
-                _add(streams, event, event.attempt)
+            own = event.child
+            if event.attempt > latest.get(own, -1):
+                known = {stream.attempt for stream in streams if stream.child == own}
+                for attempt in known - {event.attempt}:
+                    streams.complete(attempt, own)
+                latest[own] = event.attempt
+            is_below = not child or f"{own}/".startswith(f"{child}/")
+            if is_below and rank in (None, event.rank):
+                _add(streams, event, event.attempt, own)
 
 
 class LinePrinter:
@@ -214,14 +243,14 @@ class LinePrinter:
             sys.stdout.buffer.flush()
 
     def _format(self, line: LogLine) -> bytes:
-        source = line.attempt, line.rank, line.stream
+        source = line.child, line.attempt, line.rank, line.stream
         text = line.raw
         if line.missed != 0:
             size = "a part" if line.missed is None else counted(line.missed, "byte")
             _note(f"rank {line.rank}: {size} of {line.stream} can be read no more")
         if self._unfinished != source or line.missed != 0:
             if self._has_prefix and text:
-                text = f"[{line.rank}]: ".encode() + text
+                text = f"[{_name_of(line)}]: ".encode() + text
             if self._unfinished is not None:
                 text = b"\n" + text
         if line.raw:

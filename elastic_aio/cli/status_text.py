@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from elastic_aio.control.client import RunningJob
 from elastic_aio.spec.restart import UNLIMITED, restarts_text
@@ -22,6 +22,8 @@ JOB_COLUMNS = (
     "TIME",
 )
 WORKER_COLUMNS = ("RANK", "PID", "STATE", "SINCE", "CPU", "CPU TIME", "PEAK MEM", "LAST MESSAGE")
+
+CHILD_COLUMNS = ("CHILD", "PHASE", "SINCE", "READY", "START", "RESTARTS", "WORKERS", "WHY")
 
 MEASURED_S = 0.25
 """Seconds between two looks at the CPU time of a process, whose unit is 10 milliseconds."""
@@ -50,18 +52,66 @@ def job_row(job: RunningJob, now: float) -> tuple[str, ...]:
     status = job.status
     if status is None:
         return ("?", str(job.pid), "?", "does not answer", "?", "?", "?", "?", "?")
-    running = sum(worker.state == "running" for worker in status.workers)
+    is_tree = bool(status.children)
     return (
         one_line(status.run_id, ID_MAX),
         str(job.pid),
         one_line(status.entrypoint, _NAME_MAX),
         status.phase,
-        f"{running}/{len(status.workers)}",
-        str(status.group_rank) if status.round >= 0 else "-",
-        str(status.attempt),
-        "unlimited" if status.max_restarts == UNLIMITED else str(status.restarts_left),
+        _running_of(status),
+        "-" if is_tree or status.round < 0 else str(status.group_rank),
+        "-" if is_tree else str(status.attempt),
+        "-" if is_tree else _restarts_left(status),
         format_duration(now - (status.started_at or now)),
     )
+
+
+def _restarts_left(status: JobStatus) -> str:
+    return "unlimited" if status.max_restarts == UNLIMITED else str(status.restarts_left)
+
+
+def _running_of(status: JobStatus) -> str:
+    """Return how many workers run, and how many there are, as in `3/4`."""
+    states = [worker.state for leaf in status.leaves for worker in leaf.workers]
+    return f"{states.count('running')}/{len(states)}"
+
+
+def child_row(child: JobStatus, now: float) -> tuple[str, ...]:
+    """Return the cells of a child for `CHILD_COLUMNS`."""
+    ready = child.ready_since
+    return (
+        one_line(child.child, _NAME_MAX),
+        child.phase,
+        format_duration(now - child.since) if child.since else "-",
+        "no" if ready is None or child.has_ended else "yes",
+        str(child.generation),
+        str(child.restarts),
+        _running_of(child),
+        one_line(child.reason or child.failure, _REPORTED_MAX),
+    )
+
+
+def child_table(status: JobStatus, now: float) -> list[str]:
+    """Return the lines of the table of all children; none without any."""
+    rows = [child_row(child, now) for child in status.descendants]
+    return ["", *table(CHILD_COLUMNS, rows)] if rows else []
+
+
+def worker_cells(
+    status: JobStatus, now: float, share_of: Callable[[WorkerStatus], float | None]
+) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return columns and rows of the workers, of a tree with the path of their child.
+
+    `share_of` returns the part of a CPU that a worker uses.
+    """
+    if not status.children:
+        return WORKER_COLUMNS, [worker_row(one, now, share_of(one)) for one in status.workers]
+    rows = [
+        (one_line(leaf.child, _NAME_MAX), *worker_row(one, now, share_of(one)))
+        for leaf in status.leaves
+        for one in leaf.workers
+    ]
+    return ("CHILD", *WORKER_COLUMNS), [*rows]
 
 
 def worker_row(worker: WorkerStatus, now: float, share: float | None = None) -> tuple[str, ...]:
@@ -96,12 +146,15 @@ def head_lines(status: JobStatus, now: float, phase: str | None = None) -> list[
         lasts = "" if status.has_ended else f" for {format_duration(now - status.since)}"
         phase = status.phase + lasts
     why = f": {one_line(status.reason)}" if status.reason else ""
+    count = len(status.descendants)
     used = f"{status.restarts - status.returned} of {restarts_text(status.max_restarts)} used"
     lines = [
         f"run {one_line(status.run_id)}: {one_line(status.entrypoint)}"
         f" on {one_line(status.node)} (pid {status.agent_pid})",
         f"phase     {phase}{why}",
-        f"attempt   {status.attempt} ({used})",
+        f"attempt   {status.attempt} ({used})"
+        if not count
+        else f"children  {counted(count, 'child', 'children')}, {_running_of(status)} workers run",
     ]
     if status.group_world_size > 1 or status.round > 0:
         place = f"group rank {status.group_rank} of {status.group_world_size}"

@@ -23,13 +23,13 @@ from elastic_aio.cli.local_jobs import EXIT_CODES, choose_job, command, job_pars
 from elastic_aio.cli.status_text import (
     JOB_COLUMNS,
     MEASURED_S,
-    WORKER_COLUMNS,
     CpuMeter,
+    child_table,
     fit,
     head_lines,
     job_row,
     table,
-    worker_row,
+    worker_cells,
 )
 from elastic_aio.control.client import CommandClient, RunningJob, find_jobs, run_blocking
 from elastic_aio.errors import ControlError
@@ -153,8 +153,8 @@ class _Workers:
         now = time.time()
         if self._job.is_local:
             self._status = with_usage(self._status)
-        rows = [worker_row(one, now, self._meter.share(one)) for one in self._status.workers]
-        return View(head_lines(self._advanced(now), now), WORKER_COLUMNS, rows)
+        head = [*head_lines(self._advanced(now), now), *child_table(self._status, now)]
+        return View(head, *worker_cells(self._status, now, self._meter.share))
 
     def _advanced(self, now: float) -> JobStatus:
         """Return the status with the time that all workers have run since it was asked for."""

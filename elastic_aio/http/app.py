@@ -158,6 +158,7 @@ class JobPages:
             Route("/status", self._status),
             Route("/events", self._events),
             Route("/logs/{rank}/{stream}", self._log),
+            Route("/logs/{child:path}/{rank}/{stream}", self._log),
         ]
         return read_only_app(routes, _PATHS)
 
@@ -213,7 +214,9 @@ class JobPages:
         rank, stream = request.path_params["rank"], request.path_params["stream"]
         if not rank.isdecimal() or stream not in ("stdout", "stderr"):
             return answer(f"the pages are {_PATHS}\n", 404)
-        workers = {worker.rank: worker for worker in self.known().workers}
+        part = self.known().find(request.path_params.get("child", ""))
+        leaves = () if part is None else part.leaves
+        workers = {worker.rank: worker for leaf in leaves for worker in leaf.workers}
         worker = workers.get(int(rank[:9]))
         if worker is None:
             known = format_ranks(workers) or "none"

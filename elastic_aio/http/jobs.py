@@ -85,14 +85,16 @@ class _ShownRun(JobPages):
     def row(self, *, answers: bool = False) -> dict[str, object]:
         """Return what the list says of the run."""
         status = self.known()
+        workers = [worker for leaf in status.leaves for worker in leaf.workers]
         names = "run_id entrypoint node phase attempt restarts started_at"
         return {
             **{name: getattr(status, name) for name in names.split()},
             **{name: getattr(self, name) for name in ("name", "pid", "ended_at", "exit_code")},
             "answers": answers,
             "reason": status.reason or status.failure,
-            "running": sum(worker.state == "running" for worker in status.workers),
-            "workers": len(status.workers),
+            "running": sum(worker.state == "running" for worker in workers),
+            "workers": len(workers),
+            "children": len(status.descendants),
         }
 
 

@@ -55,10 +55,12 @@ def format_metrics(jobs: Sequence[tuple[Mapping[str, str], JobStatus | None]], n
         families.append(_gauge("up", "Whether the launcher of a job answers.", answers))
     merged = {family.name: family for family in families}
     for labels, job in jobs:
-        for family in () if job is None else _families(job, now):
-            before = merged[family.name].samples if family.name in merged else ()
-            own = [({**labels, **ours}, value) for ours, value in family.samples]
-            merged[family.name] = replace(family, values=[*before, *own])
+        for part in () if job is None else (job, *job.descendants):
+            child = {"child": part.child} if part.child else {}
+            for family in _families(part, now):
+                before = merged[family.name].samples if family.name in merged else ()
+                own = [({**labels, **child, **ours}, value) for ours, value in family.samples]
+                merged[family.name] = replace(family, values=[*before, *own])
     lines = [line for family in merged.values() for line in _lines(family)]
     return "\n".join([*lines, "# EOF", ""])
 

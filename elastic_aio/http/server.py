@@ -156,7 +156,8 @@ class ListenedJob:
         """Return what the job is doing; with `usage` what its workers have used and reported."""
         status = self._tracker.status(time.time())
         if usage and (agent := self.source()) is not None:
-            status = replace(status, workers=agent.status().workers)
+            known = agent.status()
+            status = replace(status, workers=known.workers, children=known.children)
         return status
 
     def events(self, after: int = -1) -> EventReader[Event]:

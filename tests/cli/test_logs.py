@@ -76,4 +76,4 @@ def test_streams_in_no_file_are_named(paths: tuple[str | None, str | None], miss
     stdout, stderr = paths
     workers = tuple(WorkerStatus(rank, rank, 1, "running", 0.0) for rank in range(2))
     workers = tuple(replace(one, stdout_path=stdout, stderr_path=stderr) for one in workers)
-    assert streams_without_file(JobStatus(workers=workers)) == missing
+    assert streams_without_file(workers) == missing
