@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from random import Random
 from typing import Any, Final
@@ -469,8 +469,9 @@ class TreeRules:
 
     def check(self, received: Any, effects: list[Any]) -> None:
         """Check the effects of an input."""
+        swept = {*self._must_end}
         self._note(received)
-        self._note_exhausted(received, effects)
+        self._note_exhausted(received, effects, swept)
         for effect in effects:
             match effect:
                 case StartChild():
@@ -478,7 +479,7 @@ class TreeRules:
                 case StopChild():
                     self._check_stop(effect)
                 case PublishOf(name, event):
-                    self._check_event(name, event, received)
+                    self._check_event(name, event, received, effects)
                 case Publish(ReloadFinished()):
                     self._check_reloaded()
                 case Finish(outcome):
@@ -541,12 +542,14 @@ class TreeRules:
         recent = [time for time in self._counted if self._now - time < window.seconds]
         return len(recent) >= window.count
 
-    def _note_exhausted(self, received: Any, effects: list[Any]) -> None:
+    def _note_exhausted(
+        self, received: Any, effects: list[Any], swept: set[tuple[str, int]]
+    ) -> None:
         """Note a child whose end, without any other reason, ends the group."""
         if not isinstance(received, ChildEnded) or self._is_ending or not self._has_no_restart:
             return
         key = received.name, received.generation
-        is_replaced = key in self._stopping or bool(self._live[received.name])
+        is_replaced = key in self._stopping | swept or bool(self._live[received.name])
         if not is_replaced and not any(isinstance(one, PublishOf) for one in effects):
             self._is_exhausted = True
 
@@ -606,7 +609,7 @@ class TreeRules:
                 if self._is_ending or (other, one) in self._must_end:
                     self._fail(f"{key} is stopped before {other, one}")
 
-    def _check_event(self, name: str, event: Any, received: Any) -> None:
+    def _check_event(self, name: str, event: Any, received: Any, effects: list[Any]) -> None:
         match event:
             case ChildRestarting():
                 self._finished.pop(name, None)
@@ -618,12 +621,13 @@ class TreeRules:
                     self._begin_sweep(name)
             case ChildFinished():
                 self._check_finished(name, event)
-            case ReloadFailed():
-                running = [
-                    one for one in self._live.get(name, ()) if (name, one) not in self._stopping
-                ]
-                if not running and not self._is_ending:
-                    pass
+            case ReloadFailed() if isinstance(received, ChildResult | TimerElapsed):
+                stopped = [one for one in effects if isinstance(one, StopChild)]
+                present = min(self._live.get(name) or [0])
+                if received.name == name and any(
+                    (one.name, one.generation) == (name, present) for one in stopped
+                ):
+                    self._fail(f"{name} is stopped, and its replacement has failed")
 
     def _begin_sweep(self, name: str) -> None:
         group, order = self._group, self._group.order
@@ -652,11 +656,13 @@ class TreeRules:
             self._fatal = event
 
     def _check_reloaded(self) -> None:
-        specs = (
-            {start.spec for one in self._live.values() for start in [one[max(one)]] if one}
-            if False
-            else set()
-        )
+        """Each worker that runs, and is not stopped, has the new spec."""
+        children = self._supervisor.machine.children
+        for name, live in self._live.items():
+            for generation, start in live.items():
+                is_new = start.spec.name == children[name].spec.name if name in children else True
+                if (name, generation) not in self._stopping and not is_new:
+                    self._fail(f"{name} runs the old spec after a reload")
 
     def _check_outcome(self, outcome: JobOutcome) -> None:
         if any(self._live.values()):
@@ -690,7 +696,7 @@ def random_spec(random: Random, depth: int = 0) -> AnySpec:
     """Return a random leaf or group."""
     if depth and (depth > 2 or random.random() < 0.6):
         return _random_leaf(random, may_be_restarted=True)
-    strategy = random.choice(["one_for_one", "one_for_one", "rest_for_one", "one_for_all"])
+    strategy: Any = random.choice(["one_for_one", "one_for_one", "rest_for_one", "one_for_all"])
     if depth and random.random() < 0.15:
         return GroupSpec.replicas(_random_leaf(random), random.randint(1, 3), window=(4, 20.0))
     names = [f"c{number}" for number in range(random.randint(1, 4))]
@@ -701,8 +707,8 @@ def random_spec(random: Random, depth: int = 0) -> AnySpec:
         if random.random() < 0.5
     }
     random.shuffle(names)
-    essential = [name for name in names if random.random() < 0.7]
-    restart = random.choice(["on-failure", "on-failure", "always", "never"])
+    essential: list[Any] = [name for name in names if random.random() < 0.7]
+    restart: Any = random.choice(["on-failure", "on-failure", "always", "never"])
     return GroupSpec(
         {name: children[name] for name in names},
         strategy=strategy,
@@ -716,15 +722,14 @@ def random_spec(random: Random, depth: int = 0) -> AnySpec:
 
 
 def _random_leaf(random: Random, *, may_be_restarted: bool = False) -> LaunchSpec:
-    when = random.choice(["on-failure", "on-failure", "always", "never"])
-    scope = random.choice(["group", "group", "group", "worker", "rest"])
+    when: Any = random.choice(["on-failure", "on-failure", "always", "never"])
+    scope: Any = random.choice(["group", "group", "group", "worker", "rest"])
     limit = 0 if when == "never" else random.choice([0, 1, 3])
     changes: dict[str, Any] = {}
     if limit:
         changes["backoff"] = random.choice([None, Backoff(initial=2, cap=5, jitter=True)])
     return LaunchSpec(
-        ["x"],
-        args=[random.randrange(1_000_000)],
+        [f"x{random.randrange(1_000_000)}"],
         nproc_per_node=random.randint(1, 4),
         max_restarts=limit,
         restart=RestartPolicy(scope=scope, when=when, **changes),
@@ -763,7 +768,7 @@ class _RandomRequests:
         random, children = self._random, supervisor.machine.children
         spec = children[name].spec if name in children else supervisor.machine.spec
         if isinstance(spec, LaunchSpec):
-            return spec.replace(args=[random.randrange(1_000_000)])
+            return spec.replace(entrypoint=[f"x{random.randrange(1_000_000)}"])
         new = {
             one: random_spec(random, 3) if random.random() < 0.3 else spec.children[one]
             for one in spec.children
@@ -804,9 +809,7 @@ def run_random_tree(seed: int) -> JobOutcome:
         tree.run(300)
         if tree.outcome is None:
             check_settled(tree)
-    if tree.outcome is not None:
-        return tree.outcome
-    if random.random() < 0.3:
+    if tree.outcome is None and random.random() < 0.3:
         tree.root.receive(PreemptionReceived("a notice", 1e9, random.uniform(0, 9)))
         if random.random() < 0.5:
             tree.run(random.uniform(0, 15))
@@ -817,6 +820,5 @@ def run_random_tree(seed: int) -> JobOutcome:
         tree.root.receive(stop)
         tree.run(random.uniform(0, 5))
         stop = StopReceived("at once", SIGKILL)
-        if tree.outcome is None:
-            tree.root.kill(stop)
-    return tree.outcome if tree.outcome is not None else tree.finish(stop)
+        tree.root.kill(stop)
+    return tree.finish(stop)
