@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from typing import Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from elastic_aio import events, node_events
+from elastic_aio import child_events, events, node_events
 from elastic_aio.events import Event
 from elastic_aio.outcome import Failure
 from elastic_aio.status import Level
@@ -69,7 +70,7 @@ WAITS: Final = (node_events.RoundForming, node_events.RoundWaiting)
 def step_of(event: Event) -> Step | None:
     """Return the step that an event is; None if it explains nothing."""
     if (step := _decision(event)) is not None:
-        return step
+        return replace(step, text=f"{event.child}: {step.text}") if event.child else step
     is_shown = event.level >= Level.WARNING or isinstance(event, _SHOWN)
     return Step(event.time, event.sentence) if is_shown else None
 
@@ -90,6 +91,14 @@ def _decision(event: Event) -> Step | None:
         case node_events.MembershipChanged():
             what = f"attempt {event.attempt} follows with {counted(event.nodes, 'node')}"
             return Step(event.time, what, "the membership changed: no restart counts", (event.why,))
+        case child_events.ChildRestarting():
+            after = f" after {event.delay:.3g} s" if event.delay else ""
+            so_far = f"{counted(event.restarts, 'restart')} so far"
+            return Step(event.time, f"it is started again{after}", event.why, (so_far,))
+        case child_events.ChildFinished():
+            kind = "" if event.is_essential else ", and is not essential"
+            what = f"it has {event.state.value}, exit code {event.exit_code}{kind}"
+            return Step(event.time, what, event.why)
         case events.StopRequested():
             return Step(event.time, f"the workers are stopped ({event.plan})", event.reason)
         case events.StopEscalated():

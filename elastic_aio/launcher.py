@@ -80,7 +80,8 @@ async def launch(
 def receive_signals(chosen: SignalSpec, notices: frozenset[int]) -> ReceivedSignals:
     """Return the signals that `supervise` handles; signals for workers are never sent again.
 
-    `notices`: the signal of the spec that gives notice of a preemption, if there is one.
+    `notices`: the signal of the spec that gives notice of a preemption, if there is one, and the
+    signal that reloads, likewise.
     """
     received = ReceivedSignals([*chosen.stop, *chosen.forward, *notices, signal.SIGTSTP])
     received.discard(chosen.forward | notices)
@@ -88,23 +89,33 @@ def receive_signals(chosen: SignalSpec, notices: frozenset[int]) -> ReceivedSign
 
 
 async def supervise(
-    spec: AnySpec, chosen: SignalSpec, received: ReceivedSignals, **settings: Any
+    spec: AnySpec,
+    chosen: SignalSpec,
+    received: ReceivedSignals,
+    on_hup: Callable[[Agent], object] | None = None,
+    **settings: Any,
 ) -> LaunchResult:
     """Run a job as `supervise_agent` does; the settings are those of an `Agent`."""
-    return await supervise_agent(Agent(spec, **settings), chosen, received)
+    return await supervise_agent(Agent(spec, **settings), chosen, received, on_hup)
 
 
 async def supervise_agent(
-    agent: Agent, chosen: SignalSpec, received: ReceivedSignals
+    agent: Agent,
+    chosen: SignalSpec,
+    received: ReceivedSignals,
+    on_hup: Callable[[Agent], object] | None = None,
 ) -> LaunchResult:
-    """Run the job of an agent to its end, and handle signals that the caller receives."""
+    """Run the job of an agent to its end, and handle signals that the caller receives.
+
+    `on_hup` is called at SIGHUP, in place of a stop.
+    """
     async with agent:
 
         def on_stop(number: int) -> None:
             # This signal is handled.
             received.discard(chosen.forward | chosen.stop | agent.spec.preemption.signals)
 
-        handling = handle_signals(agent, chosen, received, on_stop)
+        handling = handle_signals(agent, chosen, received, on_stop, on_hup)
         handler = create_task(handling, name="handle signals")
         try:
             return await agent.wait()
@@ -114,7 +125,11 @@ async def supervise_agent(
 
 
 async def handle_signals(
-    agent: Agent, chosen: SignalSpec, received: ReceivedSignals, on_stop: Callable[[int], object]
+    agent: Agent,
+    chosen: SignalSpec,
+    received: ReceivedSignals,
+    on_stop: Callable[[int], object],
+    on_hup: Callable[[Agent], object] | None = None,
 ) -> None:
     """Suspend, forward, stop or kill as a signal requires; `on_stop` gets the first that stops."""
     driver, first, notices = driver_of(agent), 0, agent.spec.preemption.signals
@@ -124,6 +139,8 @@ async def handle_signals(
                 await driver.suspend_while(partial(received.suspend_process, time.monotonic()))
             except OSError:
                 continue  # no descriptor is left to scan /proc with: the job goes on
+        elif number == signal.SIGHUP and on_hup is not None:
+            on_hup(agent)
         elif number in notices and (
             (not first and agent.preempt(reason=f"{signal_name(number)} was received"))
             or number not in chosen.stop

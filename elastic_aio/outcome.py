@@ -317,6 +317,15 @@ class LaunchResult(Value, frozen=True):
         """The failures of the last attempt, the root cause first."""
         return self.attempts[-1].failures if self.attempts else ()
 
+    @property
+    def failed_child(self) -> str:
+        """The path of the child of a group whose failures these are; empty for no child."""
+        for name, child in self.children.items():
+            if self.failures and child.failures[:1] == self.failures[:1]:
+                below = child.failed_child
+                return f"{name}/{below}" if below else name
+        return ""
+
 
 def make_result(
     run_id: str,

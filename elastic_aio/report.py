@@ -19,6 +19,8 @@ def format_success(result: LaunchResult, status: StatusTracker) -> str:
     """Return one line about a job that has succeeded, which `status` has seen."""
     job = status.job
     parts = [counted(status.nproc, "worker")]
+    if result.children:
+        parts = [counted(len(result.children), "child", "children")]
     if job.master:  # there was a round
         nodes = counted(job.group_world_size, "node")
         parts = [f"{counted(job.world_size, 'worker')} on {nodes}"]

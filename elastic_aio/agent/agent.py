@@ -421,10 +421,12 @@ class Agent:
         return False
 
     async def reload(self, child: str = "", spec: LaunchSpec | GroupSpec | None = None) -> bool:
-        """Replace the workers of a child one after the other, or by a restart if it is a gang.
+        """Have a child start anew, perhaps by another spec.
 
-        Of independent workers, each is started anew beside the old one, which is stopped when the
-        new one is ready.  If that is not ready in time, the old one stays, and the reload ends.
+        Independent workers, and replicas, are replaced one after the other: each new one is started
+        beside the old one, which is stopped when the new one is ready.  If that is not ready in
+        time, the old one stays, and the reload ends.  Of another group, the children whose spec is
+        another one are restarted.
 
         Args:
             spec: the new spec; None for the same.
@@ -434,17 +436,27 @@ class Agent:
 
         Cancellation: the request stays.
         """
+        if isinstance(self._started_driver, Driver) and not child and spec is None:
+            return await self.restart("a reload was requested")
         from elastic_aio.agent.supervisor import ReloadReceived
         from elastic_aio.child_events import ReloadFailed, ReloadFinished
 
-        events = self._event_log.read(self._event_log.count - 1)
+        tracker, log = self._tracker(child), self._event_log
+        events, before = log.read(log.count - 1), tracker.starts()
         supervisor, name = self._supervisor_of(child)
+        ended = {one.job.child for one in tracker.leaves() if one.has_ended}
+        changed = supervisor.restarted_by(name, spec)
         supervisor.request(ReloadReceived(name, spec))
+        if changed is not None and not (changed := changed - ended if spec is None else changed):
+            return True
         async for event in events:
-            if isinstance(event, ReloadFinished) and event.child == child:
-                return True
             if isinstance(event, ReloadFailed) and _is_below(event.child, child):
                 return False
+            if isinstance(event, ReloadFinished) and event.child == child and changed is None:
+                return True
+            found = [log.tracker.find(path) for path in changed or ()]
+            if found and all(one and one.has_started_after(before) for one in found):
+                return True
         return False
 
     async def scale(self, child: str, number: int) -> None:
@@ -624,12 +636,14 @@ def _is_supervised(spec: AnySpec) -> bool:
 
 
 def _failed_message(spec: AnySpec, result: LaunchResult) -> str:
+    child = result.failed_child
+    name = f"child {child} of {spec.name}" if child else spec.name
     if not result.failures:
-        return f"{spec.name} failed: {result.reason}"
+        return f"{name} failed: {result.reason}"
     root = result.failures[0]
     if root.pid is None:
-        return root.message
-    return f"{spec.name} failed, {root.summary}; {result.reason}"
+        return f"{name}: {root.message}" if child else root.message
+    return f"{name} failed, {root.summary}; {result.reason}"
 
 
 def _random() -> float:

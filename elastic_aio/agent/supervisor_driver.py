@@ -462,6 +462,22 @@ class SupervisorDriver(BaseDriver):
         """What it runs: a reload or a change of the scale may have changed it."""
         return self._machine.spec
 
+    def restarted_by(self, name: str, spec: AnySpec | None) -> set[str] | None:
+        """Return the paths of the leaves that a reload of a child restarts, also of new leaves.
+
+        None: its workers or replicas are replaced one after the other.
+        """
+        former = self._machine.children[name].spec if name else self.spec
+        spec, path = spec or former, joined(self._path, name)
+        if isinstance(former, LaunchSpec):
+            return None if former.restart.scope != "group" else {path}
+        if isinstance(spec, LaunchSpec):
+            return {path}
+        if former.replica is not None and spec.replica is not None:
+            return None
+        before = {} if spec is former else dict(former.leaves(path))
+        return {leaf for leaf, own in spec.leaves(path) if before.get(leaf) != own}
+
     # -------------------------------------------------------------- requests
 
     async def open(self) -> None:

@@ -24,6 +24,7 @@ _ALL_SIGNALS = signal.valid_signals()
 _AS_TORCHRUN = "--torchrun-defaults"
 
 COMMANDS = {
+    "up": "elastic_aio.cli.up:main_up",
     "ps": "elastic_aio.cli.local_jobs:main_ps",
     "status": "elastic_aio.cli.local_jobs:main_status",
     "logs": "elastic_aio.cli.logs:main_logs",
@@ -50,8 +51,12 @@ COMMANDS = {
 
 USAGE = """\
 usage: aio-elastic run [options] script [arguments of the script]
-       aio-elastic ps [-a] | top | status [JOB] | why [JOB] | dump [JOB] | logs [-f] [JOB] [RANK]
-       aio-elastic stop [JOB] | restart [JOB] | preempt [JOB] | signal [JOB] SIGNAL | wait [JOB]
+       aio-elastic up [options] [jobs.toml | Procfile]
+       aio-elastic ps [-a] | top | status [JOB] [CHILD] | why [JOB] | dump [JOB] [CHILD]
+       aio-elastic logs [-f] [JOB] [RANK | CHILD]
+       aio-elastic stop [JOB] [CHILD] | restart [JOB] [CHILD] | reload [JOB] [CHILD]
+       aio-elastic scale [JOB] [CHILD] NUMBER
+       aio-elastic preempt [JOB] | signal [JOB] SIGNAL | wait [JOB]
        aio-elastic events [JOB] [-f] [--rdzv-endpoint HOST:PORT] [--rdzv-id ID] [--json]
        aio-elastic serve [--http HOST:PORT]
        aio-elastic jobs [--rdzv-endpoint HOST:PORT] [--json]
@@ -113,6 +118,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     match arguments:
         case ["run", *rest]:
             return _run(rest, owns_process=argv is None)
+        case ["up", *rest]:
+            from elastic_aio.cli.up import main_up
+
+            return main_up(rest, owns_process=argv is None)
         case [name, *rest] if name in COMMANDS:
             module, function = COMMANDS[name].split(":")
             main_command: Callable[[list[str]], int] = getattr(import_module(module), function)

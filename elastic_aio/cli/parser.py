@@ -6,7 +6,7 @@ A run imports this for its help only.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar, NoReturn
 
@@ -53,6 +53,11 @@ def option_parser(options: Sequence[Option], prog: str) -> OptionParser:
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
     )
+    add_options(parser, options)
+    return parser
+
+
+def add_options(parser: OptionParser, options: Iterable[Option]) -> None:
     for option in options:
         names = [option.short] if option.short else []
         names.append(f"--{option.name}")
@@ -62,7 +67,6 @@ def option_parser(options: Sequence[Option], prog: str) -> OptionParser:
             )
         else:
             parser.add_argument(*names, dest=option.dest, help=option.help, metavar=option.metavar)
-    return parser
 
 
 def _run_epilog() -> str:

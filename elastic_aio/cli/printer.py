@@ -18,7 +18,6 @@ from elastic_aio.events import (
 from elastic_aio.logs.console import LineWriter, Sink, SinkLost, styled
 from elastic_aio.outcome import EndCause, LaunchResult
 from elastic_aio.report import format_failure, format_success
-from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.status import Level, StatusTracker
 from elastic_aio.text import format_duration, format_value, one_line
 
@@ -97,11 +96,13 @@ class EventPrinter:
     def print_success(self, result: LaunchResult) -> None:
         if result.cause is EndCause.RUN_HAD_ENDED:
             self.print(f"{one_line(result.reason)}{_how_to_run(result)}")
-        elif self._status.nproc and self._level <= Level.WARNING:
+        elif (self._status.nproc or result.children) and self._level <= Level.WARNING:
             self.print(format_success(result, self._status), _GREEN)
 
-    async def print_result(self, error: JobEnded, spec: LaunchSpec) -> None:
-        """Print the failure report if workers failed, else one line.
+    async def print_result(self, error: JobEnded, name: str, python: str | None = None) -> None:
+        """Print the failure report of a job of this `name` if workers failed, else one line.
+
+        `python` is the interpreter that the caller has named.
 
         Cancellation: the report is not printed.
         """
@@ -110,13 +111,14 @@ class EventPrinter:
         if has_workers and failures and failures[0].pid is not None:
             self.print(error.result.reason, _RED)
             # Half a second for hundreds of long tracebacks.
-            report = await run_in_thread(format_failure, error.result, spec.name)
+            name = error.result.failed_child or name
+            report = await run_in_thread(format_failure, error.result, name)
             self._writer.put(report.encode("utf-8", "replace") + b"\n")
         else:
             text = one_line(str(error))
             if error.result.cause is EndCause.RUN_HAD_ENDED:
                 text += _how_to_run(error.result)
-            if spec.python and text.startswith(f"cannot run {spec.python}: "):
+            if python and text.startswith(f"cannot run {python}: "):
                 text = f"PYTHON_EXEC: {text}"
             self.print(text, _RED)
 

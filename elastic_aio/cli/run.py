@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
+from elastic_aio.aio import cancel_and_wait, create_task
 from elastic_aio.cli.forced_exit import forced_exit
 from elastic_aio.cli.options import choose_loop, print_error
 from elastic_aio.cli.printer import EventPrinter
@@ -21,7 +23,8 @@ from elastic_aio.outcome import LaunchResult
 from elastic_aio.process.adopted import subreaper
 from elastic_aio.signals import ReceivedSignals
 from elastic_aio.spec.checks import UsageError, invalid_value, parse_int
-from elastic_aio.spec.job import Command
+from elastic_aio.spec.job import Command, LaunchSpec
+from elastic_aio.spec.stop import SignalSpec
 from elastic_aio.status import Level
 from elastic_aio.text import error_reason
 from elastic_aio.worker.context import ERROR_FILE
@@ -59,12 +62,17 @@ def main_run(request: RunRequest, *, owns_process: bool) -> int:
 
             events = EventFile(request.events_file)
     except UsageError as error:
-        return print_error("run", as_option_error(error, request.variables), 2)
+        return print_error(request.command, as_option_error(error, request.variables), 2)
     subreaper.owns_process = owns_process
-    notices = request.spec.preemption.signals
+    notices = handled = request.spec.preemption.signals
+    if request.reloads_on_hup:
+        handled |= {signal.SIGHUP}
+        request = request.replace(
+            spec=request.spec, signals=_without_hup(request.signals), reread=request.reread
+        )
     notifier = _service_notifier() if owns_process else None
     try:
-        with use_pidfd_child_watcher(), receive_signals(request.signals, notices) as received:
+        with use_pidfd_child_watcher(), receive_signals(request.signals, handled) as received:
             if owns_process:
                 forced_exit.choose(request.signals.stop, notices)
                 received.on_signal = forced_exit.note
@@ -78,14 +86,19 @@ def main_run(request: RunRequest, *, owns_process: bool) -> int:
             return code
     except SpecError as error:
         _write_error_file(error)
-        return print_error("run", as_option_error(error, request.variables), 2)
+        return print_error(request.command, as_option_error(error, request.variables), 2)
     except HostError as error:
         _write_error_file(error)
-        return print_error("run", str(error), 1)
+        return print_error(request.command, str(error), 1)
     except OSError as error:
         _write_error_file(error)
         subject = "" if error.filename is None else f"{error.filename}: "
-        return print_error("run", f"{subject}{error_reason(error)}", 1)
+        return print_error(request.command, f"{subject}{error_reason(error)}", 1)
+
+
+def _without_hup(signals: SignalSpec) -> SignalSpec:
+    """Return what stops a job that SIGHUP reloads."""
+    return signals.replace(stop=signals.stop - {signal.SIGHUP})
 
 
 def _handler_factory(name: str) -> HandlerFactory | None:
@@ -117,7 +130,8 @@ async def _run(
     stderr = open_sink("stderr", 2)
     printer = EventPrinter(stderr, level, color=request.color)
     printer.warns_of_threads = not (
-        isinstance(request.spec.entrypoint, Command)
+        not isinstance(request.spec, LaunchSpec)
+        or isinstance(request.spec.entrypoint, Command)
         or {**os.environ, **request.spec.env}.get("OMP_NUM_THREADS")
     )
     handler = None if make_handler is None else make_handler(printer.print_line)
@@ -135,7 +149,7 @@ async def _run(
         printer.print_success(result)
     except JobEnded as error:
         code = error.result.exit_code
-        await printer.print_result(error, request.spec)
+        await printer.print_result(error, request.spec.name, getattr(request.spec, "python", None))
         _write_error_file(error)
     finally:
         # The exit code is settled: later signals have no effect while the report is printed.
@@ -164,14 +178,43 @@ async def _supervise(
             recorder = _LateRecorder()
             listeners.append(recorder)
             stack.push_async_callback(recorder.close, printer)
+        reloader = _Reloader(request, printer) if request.reloads_on_hup else None
+        if reloader is not None:
+            stack.push_async_callback(reloader.aclose)
         return await supervise(
             request.spec,
             request.signals,
             received,
+            None if reloader is None else reloader.reload,
             listeners=listeners,
             adopt_orphans=True,
             control=request.has_control,
         )
+
+
+class _Reloader:
+    """Reloads a job at SIGHUP, as its file now says."""
+
+    def __init__(self, request: RunRequest, printer: EventPrinter) -> None:
+        self._request = request
+        self._printer = printer
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def reload(self, agent: Agent) -> None:
+        task = create_task(self._reload(agent), name="reload the job")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _reload(self, agent: Agent) -> None:
+        try:
+            spec = None if self._request.reread is None else self._request.reread()
+            if not await agent.reload("", spec):
+                self._printer.warn("the reload has failed, what it has not replaced runs on")
+        except (SpecError, UsageError) as error:
+            self._printer.warn(f"nothing is reloaded: {error}")
+
+    async def aclose(self) -> None:
+        await cancel_and_wait(self._tasks)
 
 
 class _LateRecorder:

@@ -25,7 +25,6 @@ from elastic_aio.errors import SpecError
 from elastic_aio.outcome import SIGTERM
 from elastic_aio.spec.checks import (
     OneOf,
-    Part,
     UsageError,
     invalid_value,
     parse_host_port,
@@ -52,7 +51,10 @@ def _address(name: str, value: object) -> object:
 class RunRequest(SpecValue, prefix=""):
     """A parsed command line of `aio-elastic run`."""
 
-    spec: LaunchSpec = field(check=Part(LaunchSpec), kw_only=False)
+    spec: Any = field(kw_only=False)
+    """A `LaunchSpec`, or of `aio-elastic up` perhaps a `GroupSpec`."""
+    command: str = field(default="run")
+    """The sub-command, for errors."""
     signals: SignalSpec = field(default=SignalSpec())
     """The signals that the launcher handles."""
     warnings: tuple[str, ...] = field(default=())
@@ -91,6 +93,15 @@ class RunRequest(SpecValue, prefix=""):
         " when it has ended",
     )
     """Whether a record of the run is kept."""
+    reloads_on_hup: bool = field(
+        default=False,
+        own_option="--reload-on-hup",
+        help="SIGHUP reloads the job in place of a stop: independent workers are replaced one after"
+        " the other, others are restarted",
+    )
+    """Whether SIGHUP reloads the job; `reread` then returns the spec."""
+    reread: Callable[[], Any] | None = field(default=None)
+    """Returns the spec as the file now has it, or raises UsageError; None: the same."""
     is_dry_run: bool = field(
         default=False,
         own_option="--dry-run",

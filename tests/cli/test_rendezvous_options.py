@@ -19,7 +19,8 @@ def read(line: str, env: Mapping[str, str] | None = None) -> RunRequest:
 
 
 def rendezvous(line: str, env: Mapping[str, str] | None = None) -> RendezvousSpec:
-    return read(line, env).spec.rendezvous
+    found: RendezvousSpec = read(line, env).spec.rendezvous
+    return found
 
 
 STATIC = "--nnodes 2 --master-addr a"

@@ -1,0 +1,108 @@
+"""`aio-elastic up`: run the jobs of a file, `jobs.toml` or a Procfile, as one job."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from elastic_aio.cli.options import fields_from, print_error
+from elastic_aio.cli.parser import OptionParser, add_options
+from elastic_aio.cli.run_options import RunRequest
+from elastic_aio.errors import SpecError
+from elastic_aio.spec.checks import UsageError, invalid_value
+from elastic_aio.spec.fields import Option, spec_fields
+from elastic_aio.spec.group import AnySpec, GroupSpec
+from elastic_aio.text import counted, error_reason
+
+if TYPE_CHECKING:
+    from elastic_aio.spec.job import LaunchSpec
+
+FILES: Final = ("jobs.toml", "Procfile")
+"""The files that are looked for, in this order."""
+
+
+def main_up(argv: Sequence[str], *, owns_process: bool = True) -> int:
+    """Run the jobs of a file; return the exit code.
+
+    With `owns_process` all children of this process belong to them.
+    """
+    options = [one.option for one in spec_fields(RunRequest).values()]
+    parser = OptionParser(
+        prog="aio-elastic up",
+        description="Run the jobs that a file describes as one job: a tree of children, which start"
+        " in their order, and restart each by its own policy.",
+        epilog="Exit codes: those of `aio-elastic run`; a group ends as its `ends_with` child, or"
+        " as the first essential child that fails.",
+    )
+    parser.add_argument(
+        "file", nargs="?", metavar="FILE", help=f"default: {' or '.join(FILES)} in this directory"
+    )
+    add_options(parser, [one for one in options if isinstance(one, Option)])
+    try:
+        values = vars(parser.parse_args(argv))
+        path = values["file"] or _default_file()
+        settings = fields_from(values, RunRequest)
+        spec = read_spec(path)
+        request = RunRequest(
+            spec, command="up", color=_color(), reread=partial(read_spec, path), **settings
+        )
+    except (UsageError, SpecError) as error:
+        return print_error("up", str(error), 2)
+    if request.is_dry_run:
+        print("\n".join(plan_lines(spec)))
+        return 0
+    from elastic_aio.cli.run import main_run
+
+    return main_run(request, owns_process=owns_process)
+
+
+def _color() -> str:
+    return "never" if "NO_COLOR" in os.environ or not sys.stderr.isatty() else "auto"
+
+
+def _default_file() -> str:
+    found = next(filter(os.path.isfile, FILES), None)
+    if found is None:
+        raise UsageError(f"FILE: must be given: there is no {' or '.join(FILES)} here")
+    return found
+
+
+def read_spec(path: str) -> AnySpec:
+    """Return what a file describes, or raise UsageError, SpecError."""
+    from elastic_aio.spec.toml import spec_from_procfile, spec_from_toml
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error_reason(error) if isinstance(error, OSError) else str(error)
+        raise invalid_value("FILE", f"cannot be read: {reason}", path) from None
+    is_toml = path.endswith(".toml")
+    return spec_from_toml(text) if is_toml else spec_from_procfile(text, os.path.dirname(path))
+
+
+def plan_lines(spec: AnySpec, name: str = "") -> Iterator[str]:
+    """Yield what would be started, in the order of the starts; an indent for each level."""
+    if not isinstance(spec, GroupSpec):
+        yield f"{name or 'job'}: {_leaf(spec)}"
+        return
+    rules = [spec.strategy, *([f"ends with {spec.ends_with}"] if spec.ends_with else [])]
+    yield f"{name or 'job'}: {counted(len(spec.children), 'child', 'children')}, {', '.join(rules)}"
+    for child in spec.order:
+        notes = [f"after {', '.join(spec.after[child])}"] if spec.after.get(child) else []
+        notes += [] if spec.is_essential(child) else ["not essential"]
+        first, *rest = plan_lines(spec.children[child], child)
+        yield "  " + "; ".join([first, *notes])
+        yield from (f"  {line}" for line in rest)
+
+
+def _leaf(spec: LaunchSpec) -> str:
+    kind = "worker" if spec.restart.scope == "group" else "independent worker"
+    number = spec.nproc_per_node
+    workers = counted(number, kind) if isinstance(number, int) else f"{kind}s: {number}"
+    restarts = spec.restart.when if spec.restart.when != "on-failure" else f"{spec.max_restarts}"
+    ready = f", ready: {spec.ready}" if spec.ready is not None else ""
+    return f"{workers} of {spec.name}, restarts: {restarts}, stop: {spec.stop}{ready}"
