@@ -70,6 +70,7 @@ PURE = {
     "spec",
     "spec.checks",
     "spec.fields",
+    "spec.files",
     "spec.group",
     "spec.job",
     "spec.limits",

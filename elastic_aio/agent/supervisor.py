@@ -819,7 +819,7 @@ class SupervisorMachine:
         )
         self._emit(PublishOf(child.name, event))
         is_failure = outcome.state in (JobState.FAILED, JobState.PREEMPTED)
-        if child.name == self._group.ends_with or (is_essential and is_failure):
+        if child.name in self._group.ends_with or (is_essential and is_failure):
             self._give_up(self._labelled(child))
         else:
             self._check_ends()
@@ -886,7 +886,7 @@ class SupervisorMachine:
         restarts, deciding = self.restarts, self._deciding
         if self.notice is not None:
             return preempted(self.notice.reason, restarts)
-        ended = [one for one in deciding if one.name == self._group.ends_with]
+        ended = [one for one in deciding if one.name in self._group.ends_with]
         ended = [one for one in ended if one.phase in (ChildPhase.SUCCEEDED, ChildPhase.FAILED)]
         if found := ended or self._failed:
             return replace(self._labelled(found[0]), restarts=restarts)

@@ -61,6 +61,10 @@ def _names(name: str, value: object) -> tuple[str, ...]:
     return tuple(checked_text(name, item) for item in checked_items(name, value))
 
 
+def _ends_with(name: str, value: object) -> tuple[str, ...]:
+    return _names(name, [value] if isinstance(value, str) else value)
+
+
 def _after(name: str, value: object) -> Mapping[str, tuple[str, ...]]:
     if not isinstance(value, Mapping):
         raise SpecError(name, value, "must be a mapping of names to lists of names")
@@ -93,8 +97,9 @@ class GroupSpec(SpecValue, prefix=""):
     )
     """The children whose failure fails the group; None: all.  The end of another child is reported
     and ends nothing; it is stopped when all of these have ended."""
-    ends_with: str | None = field(default=None, check=checked_name)
-    """The child that ends the group by its end, with its outcome; it is essential."""
+    ends_with: Converted[tuple[str, ...], str | Iterable[str]] = field(default=(), check=_ends_with)
+    """The child that ends the group by its end, with its outcome; of several, the first to end.
+    They are essential."""
     window: Converted[RestartWindow | None, RestartWindow | tuple[int, float] | None] = field(
         default=DEFAULT_WINDOW, check=optional(checked_window)
     )
@@ -127,15 +132,16 @@ class GroupSpec(SpecValue, prefix=""):
         found = [("after", one) for one in self.after]
         found += [(f"after[{name!r}]", one) for name, names in self.after.items() for one in names]
         found += [("essential", one) for one in self.essential or ()]
-        found += [("ends_with", self.ends_with)] if self.ends_with is not None else []
+        found += [("ends_with", one) for one in self.ends_with]
         for where, name in found:
             if name not in self.children:
                 raise SpecError(
                     where, name, f"must name a child{did_you_mean(name, self.children)}"
                 )
-        if self.essential is not None and self.ends_with not in (None, *self.essential):
-            problem = f"must have {self.ends_with!r}, which the group ends with"
-            raise SpecError("essential", list(self.essential), problem)
+        for name in self.ends_with:
+            if not self.is_essential(name):
+                problem = f"must have {name!r}, which the group ends with"
+                raise SpecError("essential", list(self.essential or ()), problem)
 
     def _check_child(self, name: str, child: AnySpec) -> None:
         where = f"children[{name!r}]"

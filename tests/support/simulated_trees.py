@@ -651,7 +651,7 @@ class TreeRules:
         ):
             self._fail(f"{name} has succeeded, and is not started again")
         is_failure = event.state in (JobState.FAILED, JobState.PREEMPTED)
-        is_fatal = name == group.ends_with or (group.is_essential(name) and is_failure)
+        is_fatal = name in group.ends_with or (group.is_essential(name) and is_failure)
         if is_fatal and not self._is_ending:
             self._fatal = event
 
@@ -714,7 +714,7 @@ def random_spec(random: Random, depth: int = 0) -> AnySpec:
         strategy=strategy,
         after=after,
         essential=random.choice([None, essential]),
-        ends_with=random.choice([None, None, (essential or [None])[0]]),
+        ends_with=random.choice([(), (), essential[:1]]),
         window=random.choice([None, (1, 5.0), (3, 20.0), (5, 10.0)]),
         restart=restart,
         max_restarts=random.randint(0, 2) if restart == "on-failure" else 0,

@@ -1,0 +1,283 @@
+"""Reads the files that describe a job: `jobs.toml`, and a Procfile; pure.
+
+`spec_from_toml` takes every field of a spec by its name, and parts of a spec as tables.
+`spec_from_procfile` reads what honcho and foreman do.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from shlex import split
+from typing import Any, Final
+
+from elastic_aio.errors import SpecError
+from elastic_aio.spec.checks import is_integer
+from elastic_aio.spec.fields import Field, SpecValue, part_of, spec_fields
+from elastic_aio.spec.group import AnySpec, GroupSpec
+from elastic_aio.spec.job import Command, LaunchSpec, Module, Script
+from elastic_aio.spec.restart import Backoff, NodeLosses, RestartPolicy, RestartWindow
+from elastic_aio.spec.stop import StopPlan
+from elastic_aio.spec.tls import TlsSpec
+from elastic_aio.text import did_you_mean
+from elastic_aio.value import Value
+
+Table = Mapping[str, Any]
+
+_PROGRAMS: Final = ("script", "module", "command")
+_OF_CHILD: Final = ("replicas", "after", "essential")
+_NOT_IN_FILES: Final = ("entrypoint", "children")
+# The classes of fields whose check names none.
+_VALUES: Final[Mapping[str, type[Value]]] = {
+    "backoff": Backoff,
+    "window": RestartWindow,
+    "node_losses": NodeLosses,
+}
+_SPECS: Final[Mapping[str, type[SpecValue]]] = {"tls": TlsSpec}
+
+
+# ------------------------------------------------------------------------ TOML
+
+
+def spec_from_toml(text: str, directory: str = "") -> AnySpec:
+    """Return the job that a TOML file describes: a group if it has `children`, else one job.
+
+    Workers run in `directory`, that of the file; a `cwd` in it is relative to that.
+
+    Raises:
+        SpecError: one line that names the table and the field.
+    """
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise SpecError("the file", text, f"must be TOML: {error}") from None
+    return _spec(table, "", directory)
+
+
+def _spec(table: Table, where: str, directory: str) -> AnySpec:
+    if "children" in table:
+        return _group(table, where, directory)
+    return _leaf(table, where, directory)
+
+
+def _leaf(table: Table, where: str, directory: str) -> LaunchSpec:
+    rest = {key: value for key, value in table.items() if key not in _PROGRAMS}
+    fields = _fields(LaunchSpec, rest, where, _PROGRAMS)
+    programs = [key for key in _PROGRAMS if key in table]
+    if len(programs) != 1:
+        problem = "must have one of script, module and command, or children"
+        raise SpecError(where or "the file", programs, problem)
+    name = programs[0]
+    if "env" in fields:
+        fields["env"] = _env(fields["env"])
+    if directory:
+        cwd = str(fields.get("cwd") or "")
+        fields["cwd"] = cwd if cwd.startswith("/") else f"{directory}/{cwd}".rstrip("/")
+    entrypoint = _made(LaunchSpec, where, lambda: _entrypoint(name, table[name]))
+    spec: LaunchSpec = _made(LaunchSpec, where, lambda: LaunchSpec(entrypoint, **fields))
+    return spec
+
+
+def _entrypoint(kind: str, value: object) -> Script | Module | Command:
+    if kind == "command":
+        words = split(value) if isinstance(value, str) else value
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            raise SpecError(kind, value, "must be a list of arguments, or a text")
+        return Command(tuple(words))
+    if not isinstance(value, str):
+        raise SpecError(kind, value, "must be text")
+    return Script(value) if kind == "script" else Module(value)
+
+
+def _env(value: object) -> object:
+    """Return variables whose numbers are texts."""
+    if not isinstance(value, Mapping):
+        return value
+    numbers = (int, float)
+    return {
+        name: str(one) if isinstance(one, numbers) and not isinstance(one, bool) else one
+        for name, one in value.items()
+    }
+
+
+def _group(table: Table, where: str, directory: str) -> GroupSpec:
+    children: dict[str, AnySpec] = {}
+    after, others = dict(table.get("after", {})), []
+    below = _table(table["children"], f"{where}.children".lstrip("."))
+    for name, child in below.items():
+        path = f"{where}.children.{name}".lstrip(".")
+        own = {key: child[key] for key in _OF_CHILD if key in _table(child, path)}
+        if isinstance(own.get("essential"), list):  # of the group that the child is
+            del own["essential"]
+        if isinstance(own.get("after"), Mapping):
+            del own["after"]
+        rest = {key: value for key, value in child.items() if key not in own}
+        children[name] = _child(rest, own, path, directory)
+        if "after" in own:
+            after[name] = own["after"]
+        if not _bool(own.get("essential", True), f"{path}.essential"):
+            others.append(name)
+    rest = {key: value for key, value in table.items() if key not in ("children", "after")}
+    if others and "essential" in rest:
+        raise SpecError(
+            "essential", rest["essential"], f"must be given once, not for {others[0]} too"
+        )
+    fields = _fields(GroupSpec, rest, where, ())
+    if others:
+        fields["essential"] = [name for name in children if name not in others]
+    group: GroupSpec = _made(GroupSpec, where, lambda: GroupSpec(children, after=after, **fields))
+    return group
+
+
+def _child(table: Table, own: Table, where: str, directory: str) -> AnySpec:
+    spec = _spec(table, where, directory)
+    number = own.get("replicas")
+    if number is None:
+        return spec
+    group: GroupSpec = _made(GroupSpec, where, lambda: GroupSpec.replicas(spec, number))
+    return group
+
+
+def _bool(value: object, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise SpecError(name, value, "must be true or false")
+    return value
+
+
+def _table(value: object, name: str) -> Table:
+    if not isinstance(value, Mapping):
+        raise SpecError(name, value, "must be a table")
+    return value
+
+
+def _fields(
+    owner: type[SpecValue], table: Table, where: str, further: tuple[str, ...]
+) -> dict[str, Any]:
+    """Return the arguments of a class that a table has, with parts made of tables."""
+    fields = spec_fields(owner)
+    known = {name for name in fields if name not in _NOT_IN_FILES}
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        name = f"{where}.{key}".lstrip(".")
+        if key not in known:
+            words = [*known, *further, *(_OF_CHILD if where.count("children.") else ())]
+            raise SpecError(name, value, f"is no field{did_you_mean(key, words)}")
+        found[key] = _value(fields[key], key, value, name)
+    return found
+
+
+def _value(described: Field, key: str, value: object, name: str) -> object:
+    if key == "stop" and (is_integer(value) or isinstance(value, float)):
+        return _made(StopPlan, name, lambda: StopPlan.within(value))
+    if key in _VALUES and value is False:
+        return None
+    if not isinstance(value, Mapping):
+        return value
+    if key in _VALUES:
+        return _struct(_VALUES[key], value, name)
+    part = part_of(described) or _SPECS.get(key)
+    if part is None:
+        return value  # `env` and `conf`, and probes, limits and sockets, which read tables
+    fields = _fields(part, value, name, ())
+    return _made(part, name, lambda: part(**fields))
+
+
+def _struct(made: type[Value], table: Table, name: str) -> Value:
+    for key, one in table.items():
+        if key not in made.__struct_fields__:
+            known = did_you_mean(key, made.__struct_fields__)
+            raise SpecError(f"{name}.{key}", one, f"is no field{known}")
+    fields = {
+        key: _struct(_VALUES[key], one, f"{name}.{key}") if isinstance(one, Mapping) else one
+        for key, one in table.items()
+    }
+    value: Value = _made(SpecValue, name, lambda: made(**fields))
+    return value
+
+
+def _made(owner: type[SpecValue], where: str, make: Callable[[], Any]) -> Any:
+    """Return what a function makes; its `SpecError` names the table."""
+    try:
+        return make()
+    except SpecError as error:
+        names = (where, error.field.removeprefix(owner.__spec_prefix__))
+        raise SpecError(".".join(filter(None, names)), error.value, error.problem) from None
+    except TypeError as error:
+        raise SpecError(where, "a table", f"must be complete: {error}") from None
+
+
+# ---------------------------------------------------------------------- Procfile
+
+_LINE: Final = re.compile(r"([A-Za-z0-9_-]+):\s*(.+)")
+_VARIABLE: Final = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(.*)")
+_QUOTED: Final = re.compile(r"""'([^']*)'|"((?:\\.|[^"\\])*)\"""")
+_PORT: Final = 5000
+_PORTS_EACH: Final = 100
+
+
+def spec_from_procfile(
+    text: str, env: str = "", directory: str = "", concurrency: Mapping[str, int] | None = None
+) -> GroupSpec:
+    """Return the job of a Procfile: lines `NAME: COMMAND`, which the shell runs.
+
+    The first process that ends ends the job, with its exit code.  `env` is the content of the file
+    `.env`, for all processes.  PORT is the one of that file, else 5000, for the first process type,
+    and 100 more for each next type; `concurrency` starts several of a type, each with the next
+    port.
+
+    Raises:
+        SpecError: one line that names the line of the file.
+    """
+    variables = variables_of(env)
+    port = variables.get("PORT", str(_PORT))
+    if not re.fullmatch(r"\d{1,5}", port, re.ASCII):
+        raise SpecError("PORT", port, "must be a port")
+    children: dict[str, AnySpec] = {}
+    names: list[str] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        if (found := _LINE.fullmatch(line.strip())) is None:
+            raise SpecError(f"line {number}", line, "must be NAME: COMMAND")
+        name, command = found.groups()
+        if name in names:
+            raise SpecError(f"line {number}", name, "must be a name that no other line has")
+        count = (concurrency or {}).get(name, 1)
+        first = int(port) + _PORTS_EACH * len(names)
+        own = [{"PORT": str(first + rank), "PS": f"{name}.{rank + 1}"} for rank in range(count)]
+        names.append(name)
+        if count:
+            children[name] = LaunchSpec(
+                Command(("/bin/sh", "-c", command)),
+                nproc_per_node=count,
+                restart=RestartPolicy(scope="group" if count == 1 else "worker"),
+                env=variables,
+                worker_env=own,
+                cwd=directory or None,
+            )
+    for name in concurrency or {}:
+        if name not in names:
+            problem = f"must name a process type{did_you_mean(name, names)}"
+            raise SpecError("concurrency", name, problem)
+    return GroupSpec(children, ends_with=[*children])
+
+
+def variables_of(text: str) -> dict[str, str]:
+    """Return the variables of a file `.env`: lines `NAME=VALUE`, perhaps quoted; or SpecError."""
+    found: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        if (match := _VARIABLE.fullmatch(line.strip())) is None:
+            raise SpecError(f".env, line {number}", line, "must be NAME=VALUE")
+        name, value = match.groups()
+        if (quoted := _QUOTED.fullmatch(value)) is not None:
+            literal, escaped = quoted.groups()
+            value = literal if escaped is None else re.sub(r"\\(.)", _unescaped, escaped)
+        found[name] = value
+    return found
+
+
+def _unescaped(match: re.Match[str]) -> str:
+    return {"n": "\n", "t": "\t", "r": "\r"}.get(match[1], match[1])
