@@ -19,7 +19,7 @@ from typing import Any
 
 from elastic_aio.agent.agent import driver_of, make_agent
 from elastic_aio.agent.driver import Driver
-from elastic_aio.agent.entrypoint import PerRankOverrides
+from elastic_aio.agent.entrypoint import BareOptions
 from elastic_aio.agent.failures import WorkerRecord
 from elastic_aio.agent.worker_group import WorkerGroup
 from elastic_aio.aio import Notifier, run_shielded, running_loop, wait_shielded
@@ -45,11 +45,11 @@ class BareGroup:
     """The processes of one group, run by an `Agent`; must be stopped once it was started."""
 
     def __init__(
-        self, spec: LaunchSpec, overrides: PerRankOverrides, *, console: ConsoleTarget | None = None
+        self, spec: LaunchSpec, options: BareOptions, *, console: ConsoleTarget | None = None
     ) -> None:
-        """Prepare what `spec` says of all workers and `overrides` of each; nothing is started."""
+        """Prepare the workers of `spec`; nothing is started."""
         self.name = spec.role
-        self.local_ranks: Sequence[int] = range(len(overrides.args))
+        self.local_ranks: Sequence[int] = range(int(spec.nproc_per_node))
         self._is_entered = False
         self._driver: Driver | None = None
         changed = self._changed = Notifier()
@@ -65,7 +65,7 @@ class BareGroup:
                     listener(change)
 
         self._notify = notify
-        self._agent = make_agent(spec, console=console, listeners=[notify], overrides=overrides)
+        self._agent = make_agent(spec, console=console, listeners=[notify], bare=options)
 
     def __repr__(self) -> str:
         exited, count = len(self.exited()), len(self.records)
@@ -380,9 +380,10 @@ def start_processes(
         start_method=start_method,
         preload=preload,
         numa_binding=numa_binding,
+        worker_args=own_args,
+        worker_env=own_envs,
     )
-    overrides = PerRankOverrides(args=tuple(own_args), envs=own_envs)
-    return GroupContext(BareGroup(spec, overrides, console=checked_console(console)))
+    return GroupContext(BareGroup(spec, BareOptions(), console=checked_console(console)))
 
 
 def _check_ranks(field: str, by_rank: Mapping[int, Any], count: int) -> None:
@@ -628,13 +629,8 @@ def make_processes(
     if checked_integer("nprocs", nprocs, at_least=0) == 0:
         return None
     logs = LogSpec(log_dir=os.devnull)
-    spec = LaunchSpec(Function(fn), nproc_per_node=nprocs, logs=logs, start_method=start_method)
-    overrides = PerRankOverrides(
-        args=(own_args,) * nprocs,
-        envs=({},) * nprocs,
-        is_quiet=True,
-        is_daemon=daemon,
-        with_index=True,
-        waits_for_stop=True,
+    spec = LaunchSpec(
+        Function(fn), args=own_args, nproc_per_node=nprocs, logs=logs, start_method=start_method
     )
-    return BareGroup(spec, overrides)
+    options = BareOptions(is_quiet=True, is_daemon=daemon, with_index=True, waits_for_stop=True)
+    return BareGroup(spec, options)

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from elastic_aio.agent.driver import BaseDriver, Driver
-from elastic_aio.agent.entrypoint import PerRankOverrides
+from elastic_aio.agent.entrypoint import BareOptions
 from elastic_aio.agent.event_log import EventListener, EventLog, log_event
 from elastic_aio.agent.machine import SingleNodeMachine, StopReceived
 from elastic_aio.agent.preflight import (
@@ -75,7 +75,7 @@ class Agent:
 
     _driver: BaseDriver | None = None
     _spawner: Spawner | None = None
-    _overrides: PerRankOverrides | None = None
+    _bare: BareOptions | None = None
     _make_rendezvous: RendezvousFactory | None = None
 
     def __init__(
@@ -137,7 +137,7 @@ class Agent:
         check_sigchld()
         driver = self._driver = self._make_driver()
         driver.finds_lost_jobs = self._has_control
-        if self._overrides is None:  # else the program uses processes, and no job
+        if self._bare is None:  # else the program uses processes, and no job
             self._event_log.listen(log_event)
         try:
             await driver.open()
@@ -177,10 +177,10 @@ class Agent:
             publish_later=self._event_log.append_later,
             console=self._console,
             adopt_orphans=self._adopts_orphans,
-            overrides=self._overrides,
+            bare=self._bare,
         )
         if self.spec.nnodes.maximum == 1:
-            waits = self._overrides is not None and self._overrides.waits_for_stop
+            waits = self._bare is not None and self._bare.waits_for_stop
             machine = SingleNodeMachine(self.spec, nproc, _random, waits_for_stop=waits)
             return Driver(runtime, machine, self._event_log)
         # Imported here: a job of one node pays for no rendezvous.
@@ -602,14 +602,14 @@ def make_agent(
     console: ConsoleTarget | None = None,
     listeners: Sequence[EventListener] = (),
     spawner: Spawner | None = None,
-    overrides: PerRankOverrides | None = None,
+    bare: BareOptions | None = None,
     rendezvous: RendezvousFactory | None = None,
     control: bool = False,
 ) -> Agent:
-    """Return an agent with another spawner or rendezvous, or with `overrides` of its workers."""
+    """Return an agent with another spawner or rendezvous, or with workers of a `bare` group."""
     agent = Agent(spec, console=console, listeners=listeners, control=control)
     agent._spawner = spawner
-    agent._overrides = overrides
+    agent._bare = bare
     agent._make_rendezvous = rendezvous
     return agent
 

@@ -22,16 +22,14 @@ if TYPE_CHECKING:
     from elastic_aio.process.forkserver import ForkServer
 
 
-class PerRankOverrides(Struct, frozen=True):
-    """How the workers of a bare group differ from each other, by local rank.
+class BareOptions(Struct, frozen=True):
+    """How the workers of a bare group differ from those of a job.
 
-    Such workers get no torch variables (`RANK` and the like), and KeyboardInterrupt is a success of
+    They get no torch variables (`RANK` and the like), and KeyboardInterrupt is a success of
     them, as in torch.  With `with_index` a function gets its local rank before the arguments.  With
     `waits_for_stop` a failure does not end the group: its owner stops it.
     """
 
-    args: tuple[tuple[Any, ...], ...]
-    envs: tuple[Mapping[str, str], ...]
     is_quiet: bool = False
     is_daemon: bool = False
     with_index: bool = False
@@ -49,13 +47,12 @@ class ChildCommand(Struct, frozen=True):
 class Entrypoint:
     """The entry point of one job's workers; must be closed."""
 
-    def __init__(
-        self, spec: LaunchSpec, spawner: Spawner, overrides: PerRankOverrides | None = None
-    ) -> None:
+    def __init__(self, spec: LaunchSpec, spawner: Spawner, bare: BareOptions | None = None) -> None:
         self._spec = spec
         self.command_spawner = spawner
-        self.overrides = overrides
-        self._options = overrides or PerRankOverrides((), ())
+        self.bare = bare
+        self._options = bare or BareOptions()
+        self._own_args = tuple(spec.args + own for own in spec.worker_args)  # by local rank
         self._payloads: dict[int, Payload] = {}  # by identity of the arguments
         self._has_given = False
         self._results: dict[int, int] = {}  # by local rank
@@ -105,14 +102,13 @@ class Entrypoint:
             return
         from elastic_aio.process.calls import make_payload
 
-        overrides = self.overrides
-        for args in [self._spec.args] if overrides is None else overrides.args:
+        for args in self._own_args or [self._spec.args]:
             if id(args) not in self._payloads:
                 self._payloads[id(args)] = make_payload(
                     self._spec.entrypoint.call,
                     args,
                     is_quiet=self._options.is_quiet,
-                    may_interrupt=overrides is not None,
+                    may_interrupt=self.bare is not None,
                     is_daemon=self._options.is_daemon,
                     with_index=self._options.with_index,
                 )
@@ -148,7 +144,7 @@ class Entrypoint:
 
     def command(self, local_rank: int) -> ChildCommand:
         """Return what a worker runs, with a file for a function's result, or raise HostError."""
-        args = self._spec.args if self.overrides is None else self.overrides.args[local_rank]
+        args = self._own_args[local_rank] if self._own_args else self._spec.args
         entrypoint = self._spec.entrypoint
         if not isinstance(entrypoint, Function):
             return ChildCommand(worker_argv(self._spec, local_rank, args))
@@ -180,7 +176,7 @@ class Entrypoint:
                 bootstrap.become_daemon()
             return entrypoint.call, args
 
-        may_interrupt = self.overrides is not None
+        may_interrupt = self.bare is not None
         return lambda: bootstrap.perform(
             prepare, result, is_quiet=options.is_quiet, may_interrupt=may_interrupt
         )

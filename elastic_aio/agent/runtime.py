@@ -36,14 +36,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import asdict
 
-from elastic_aio.agent.entrypoint import Entrypoint, PerRankOverrides
+from elastic_aio.agent.entrypoint import BareOptions, Entrypoint
 from elastic_aio.agent.liveness import Liveness
 from elastic_aio.agent.logs import JobOutput
 from elastic_aio.agent.preflight import device_env, startup_env, worker_cpus, worker_env
@@ -119,14 +119,14 @@ class LocalRuntime:
         publish: Callable[[Event], None],
         publish_later: Callable[[Callable[[], Event]], None] | None = None,
         console: ConsoleTarget | None = None,
-        overrides: PerRankOverrides | None = None,
+        bare: BareOptions | None = None,
         adopt_orphans: bool = False,
         place: LeafPlace | None = None,
     ) -> None:
         """Prepare; nothing is opened before `open`.
 
         `publish_later` is called with a function that makes an event of this time (see `EventLog`);
-        None: the event is made at once.  `overrides` are of a bare group, which has no master port.
+        None: the event is made at once.  `bare` is of a bare group, which has no master port.
         `place` is of a leaf in a tree.
         """
         self.spec = spec
@@ -138,7 +138,7 @@ class LocalRuntime:
         self.publish_later = publish_later or (lambda make: publish(make()))
         self.clock = PausableClock()
         self._fork = ForkGuard()
-        self.entrypoint = Entrypoint(spec, partial(self._spawn_listed, spawner), overrides)
+        self.entrypoint = Entrypoint(spec, partial(self._spawn_listed, spawner), bare)
         self.master_ports = MasterPorts(spec, self._on_store_refused)
         self.output = JobOutput(
             spec,
@@ -148,7 +148,7 @@ class LocalRuntime:
             publish=publish,
             console=console,
             on_pipes=self._keep_pipes,
-            may_capture=overrides is None,
+            may_capture=bare is None,
             place=place,
         )
         directory = self.output.attempt_directory
@@ -164,6 +164,7 @@ class LocalRuntime:
         self._streams: StandardStreams | None = None
         self._cpus: list[frozenset[int]] = []
         self._common_env: dict[str, str] = {}  # of the workers of the present attempt
+        self._own_names: Collection[str] = ()  # of variables that no spec may replace
 
     def __repr__(self) -> str:
         return f"<LocalRuntime of run {self.run_id}: {self._tree or 'not open'}>"
@@ -318,7 +319,7 @@ class LocalRuntime:
         The node of `group_rank` 0 serves the store at `master`, on which the nodes have agreed,
         None if all workers are on this host.  Raises HostError if it cannot bind the port.
         """
-        if self.entrypoint.overrides is not None:
+        if self.entrypoint.bare is not None:
             return MASTER_ADDR, 0
         await self.master_ports.end_attempt()
         if master is None:
@@ -340,7 +341,7 @@ class LocalRuntime:
 
     def notify_socket(self, local_rank: int) -> AbstractContextManager[int | None]:
         """Open the socket of a worker, or raise SpawnError; the value is None in a bare group."""
-        if self.entrypoint.overrides is not None:
+        if self.entrypoint.bare is not None:
             return nullcontext()
         return self.liveness.open_worker(local_rank)
 
@@ -362,11 +363,11 @@ class LocalRuntime:
     ) -> dict[str, str]:
         """Return the environment variables of one worker; `notify` is the socket it inherits."""
         error_file = logs.error_file
-        overrides = self.entrypoint.overrides
-        if overrides is not None:
+        of_worker = self.spec.worker_env[ranks.local_rank] if self.spec.worker_env else {}
+        if self.entrypoint.bare is not None:
             own = {ERROR_FILE: error_file, self.tree.marker: marker_value()}
             inherited = {name: value for name, value in os.environ.items() if name != NOTIFY_FD}
-            return {**inherited, **self.spec.env, **overrides.envs[ranks.local_rank], **own}
+            return {**inherited, **self.spec.env, **of_worker, **own}
         context = WorkerContext(
             **asdict(ranks),
             role=self.spec.role,
@@ -382,7 +383,8 @@ class LocalRuntime:
         )
         if not self._common_env:
             self._common_env = self._make_common_env(ranks.local_world_size)
-        env = {**self._common_env, **context.to_env()}
+        of_worker = {name: of_worker[name] for name in of_worker.keys() - self._own_names}
+        env = {**self._common_env, **of_worker, **context.to_env()}
         if self.spec.virtual_local_rank:
             env |= {"LOCAL_RANK": "0", REAL_LOCAL_RANK: str(ranks.local_rank)}
             env |= device_env(self.spec, ranks.local_rank)
@@ -405,6 +407,7 @@ class LocalRuntime:
             own[NOTIFY_SOCKET] = self.liveness.address
         if (seconds := self.spec.liveness.heartbeat_timeout) is not None:
             own[WATCHDOG_USEC] = str(int(seconds * 1e6))
+        self._own_names = own.keys()
         return worker_env(self.spec, nproc, own)
 
     async def spawn(

@@ -311,3 +311,30 @@ async def test_the_error_file_without_logs() -> None:
     code = "import os, sys; sys.exit(os.environ['TORCHELASTIC_ERROR_FILE'] != '')"
     spec = LaunchSpec(python(code), logs=LogSpec(log_dir="/dev/null", tee=3))
     assert (await launch(spec)).exit_code == 0
+
+
+async def test_workers_may_differ_in_arguments_and_variables(tmp_path: Path) -> None:
+    """Those of one follow those of all; the launcher's own variables stay as they are."""
+    found = await outputs(
+        tmp_path,
+        ["sh", "-c", 'echo "$0 $* $A $B $RANK ${ELASTIC_AIO_PENDING_CHANGE:+set}"', "x"],
+        args=["all", "${local_rank}"],
+        env={"A": "a", "B": "b"},
+        worker_args=[["first"], []],
+        worker_env=[{"A": "own", "RANK": "7", "ELASTIC_AIO_PENDING_CHANGE": ""}, {}],
+        nproc_per_node=2,
+    )
+    assert found == ["x all 0 first own b 0 set\n", "x all 1 a b 1 set\n"]
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "fork", "forkserver"])
+async def test_functions_may_differ_in_arguments(start_method: Any) -> None:
+    spec = LaunchSpec(
+        max,
+        args=[2],
+        worker_args=[[1], [3]],
+        nproc_per_node=2,
+        start_method=start_method,
+    )
+    result = await launch(spec)
+    assert result.return_values == {0: 2, 1: 3}
