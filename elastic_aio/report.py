@@ -45,6 +45,7 @@ def format_failure(result: LaunchResult, name: str) -> str:
 def _failure(result: LaunchResult, name: str) -> str:
     if not result.failures:
         return f"{name} FAILED: {result.reason}"
+    name = result.failed_child or name
     root, *others = result.failures
     # Numbered by rank, independently of the order of the causes.
     by_rank = sorted(result.failures, key=lambda failure: failure.rank)

@@ -111,7 +111,6 @@ class EventPrinter:
         if has_workers and failures and failures[0].pid is not None:
             self.print(error.result.reason, _RED)
             # Half a second for hundreds of long tracebacks.
-            name = error.result.failed_child or name
             report = await run_in_thread(format_failure, error.result, name)
             self._writer.put(report.encode("utf-8", "replace") + b"\n")
         else:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from elastic_aio import Agent, LaunchSpec
+from elastic_aio import Agent, LaunchSpec, RestartPolicy
 from elastic_aio.multiprocessing import start_context, start_processes
 from tests.support import functions
 from tests.support.children import POLITE, none_alive, noted, until, until_sync
@@ -37,13 +37,22 @@ def polite_agent(directory: Path) -> Agent:
     return Agent(LaunchSpec(POLITE, nproc_per_node=2, env={"NOTES": str(directory)}))
 
 
+def polite_tree(directory: Path) -> Agent:
+    """Return an agent of two such workers, which are children of a supervisor."""
+    policy = RestartPolicy(scope="worker")
+    env = {"NOTES": str(directory)}
+    return Agent(LaunchSpec(POLITE, nproc_per_node=2, env=env, restart=policy))
+
+
 def polite_group(directory: Path) -> Any:
     """Return a group of two such workers."""
     envs = {rank: {"NOTES": str(directory), "RANK": str(rank)} for rank in range(2)}
     return start_processes("g", POLITE, {0: (), 1: ()}, envs)
 
 
-@pytest.mark.parametrize("make", [polite_agent, polite_group], ids=["agent", "group"])
+@pytest.mark.parametrize(
+    "make", [polite_agent, polite_tree, polite_group], ids=["agent", "tree", "group"]
+)
 @pytest.mark.parametrize("entered", ["in a block", "by hand"])
 def test_the_loop_of_a_background_task_ends(
     make: Callable[[Path], Any],
@@ -100,7 +109,9 @@ def test_the_loop_of_spawned_functions_ends(
 
 
 @pytest.mark.both_loops
-@pytest.mark.parametrize("make", [polite_agent, polite_group], ids=["agent", "group"])
+@pytest.mark.parametrize(
+    "make", [polite_agent, polite_tree, polite_group], ids=["agent", "tree", "group"]
+)
 async def test_an_agent_is_collected(make: Callable[[Path], Any], tmp_path: Path) -> None:
     """Its event loop runs on, and stops the job by its plan."""
     held: Held = [await make(tmp_path).__aenter__()]
@@ -138,12 +149,13 @@ def test_an_agent_is_collected_right_before_its_loop_ends(
 PROGRAM = """
 import asyncio, gc, os, sys, uvloop, warnings
 from pathlib import Path
-from elastic_aio import Agent, LaunchSpec
+from elastic_aio import Agent, LaunchSpec, RestartPolicy
 from tests.support.children import noted, until
 factory, how = sys.argv[1:3]
 warnings.simplefilter("always")
 loop = (uvloop.new_event_loop if factory == "uvloop" else asyncio.SelectorEventLoop)()
-agent = Agent(LaunchSpec(sys.argv[3:], nproc_per_node=2))
+policy = RestartPolicy(scope=os.environ["SCOPE"])
+agent = Agent(LaunchSpec(sys.argv[3:], nproc_per_node=2, restart=policy))
 async def main():
     await agent.__aenter__()
     print(*await until(noted(Path(os.environ["NOTES"]), 2)))
@@ -163,10 +175,11 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("loop", ["asyncio", pytest.param("uvloop", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ["closed", "collected", "forgotten"])
-def test_no_loop_runs_any_more(how: str, loop: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("scope", ["group", "worker"])
+def test_no_loop_runs_any_more(how: str, loop: str, scope: str, tmp_path: Path) -> None:
     """The guardian ends the job: SIGTERM, then SIGKILL; the program runs on."""
     argv = [sys.executable, "-c", PROGRAM, loop, how, *POLITE]
-    with running(argv, env={"NOTES": str(tmp_path)}, stdin_pipe=True) as program:
+    with running(argv, env={"NOTES": str(tmp_path), "SCOPE": scope}, stdin_pipe=True) as program:
         program.wait_out("ready")
         *pids, _ = program.out.split()
         until_sync(none_alive(map(int, pids)), "the end of the workers")
@@ -175,7 +188,7 @@ def test_no_loop_runs_any_more(how: str, loop: str, tmp_path: Path) -> None:
         program.process.stdin.close()
         assert program.wait() == 0, program.err
         ours = [line for line in program.err.splitlines() if "was running when" in line]
-        assert len(ours) == 1
+        assert len({*ours}) == 1  # of each leaf of a tree
         assert "ResourceWarning: " in ours[0]
         assert ours[0].endswith("; use `async with`")
     until_sync(lambda: not leaked_processes())  # the guardian looks twice
@@ -204,12 +217,13 @@ def test_a_fork_after_the_job_goes_on_with_the_loop(loop: str) -> None:
 FORKING = """
 import asyncio, os, sys, uvloop
 from pathlib import Path
-from elastic_aio import Agent, LaunchSpec, launch
+from elastic_aio import Agent, LaunchSpec, RestartPolicy, launch
 from elastic_aio.multiprocessing import start_processes
 from tests.support.children import noted, until
 factory, how = sys.argv[1:3]
 notes, argv, envs = Path(os.environ["NOTES"]), sys.argv[3:], {i: {"RANK": str(i)} for i in (0, 1)}
-spec = LaunchSpec(argv, nproc_per_node=2)
+policy = RestartPolicy(scope=os.environ["SCOPE"])
+spec = LaunchSpec(argv, nproc_per_node=2, restart=policy)
 
 async def fork():
     pids = await until(noted(notes, 2))
@@ -248,11 +262,14 @@ with asyncio.Runner(loop_factory=make) as runner:
 
 @pytest.mark.parametrize("loop", ["asyncio", pytest.param("uvloop", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ["block", "task", "group"])
-def test_a_fork_that_exits_leaves_the_job_alone(how: str, loop: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("scope", ["group", "worker"])
+def test_a_fork_that_exits_leaves_the_job_alone(
+    how: str, loop: str, scope: str, tmp_path: Path
+) -> None:
     """Its copy of the job neither stops the workers nor waits for them, and the loop of its
     parent goes on."""
     argv = [sys.executable, "-c", FORKING, loop, how, *POLITE]
-    with running(argv, env={"NOTES": str(tmp_path)}) as program:
+    with running(argv, env={"NOTES": str(tmp_path), "SCOPE": scope}) as program:
         assert program.wait() == 0, program.err
         assert program.out.splitlines()[-2:] == ["fork 7", "a thread wakes the loop"]
         assert "Traceback" not in program.err

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,8 @@ from elastic_aio.events import Event, JobFinished, JobStarted, StopRequested, Wo
 from elastic_aio.outcome import JobState
 from elastic_aio.spec.restart import RestartPolicy
 from tests.support.children import POLITE, SLEEPER, shell, until
-from tests.support.leaks import alive, own_children
+from tests.support.leaks import alive, open_descriptors, own_children
+from tests.support.restarts import AT_ONCE
 
 PLAN = StopPlan.within(5)
 ALWAYS = RestartPolicy(when="always", backoff=None)
@@ -117,7 +121,8 @@ async def test_always_restarts_after_a_success_too(tmp_path: Path) -> None:
     script = f"echo $TORCHELASTIC_RESTART_COUNT >> {tmp_path}/n; test $(wc -l < {tmp_path}/n) -lt 4"
     script += " || exec sleep 99"
     async with Agent(leaf(shell(script), restart=ALWAYS)) as agent:
-        await until(lambda: (tmp_path / "n").exists() and agent.status().attempt == 3)
+        notes = tmp_path / "n"
+        await until(lambda: notes.exists() and len(notes.read_text().split()) == 4)
         await agent.stop()
         with pytest.raises(JobStopped):
             await agent.wait()
@@ -331,3 +336,61 @@ async def test_lines_of_children_are_read(tmp_path: Path) -> None:
             ("g/b", "I am b"),
         }
         assert [line.child async for line in agent.logs(child="g")] == ["g/b"]
+
+
+POINTS = 60
+
+
+@pytest.mark.slow
+@pytest.mark.both_loops
+async def test_cancelled_at_random_points(tmp_path: Path) -> None:
+    """Once or twice: restarts, stops in an order and logs end, and nothing is left."""
+    seed = time.time_ns()
+    dice = random.Random(seed)
+    flaky = shell("sleep 0.02; exit $((TORCHELASTIC_RESTART_COUNT < 2))")
+    group = GroupSpec({"x": workers(2, flaky), "y": leaf(flaky, max_restarts=2, restart=AT_ONCE)})
+    children: dict[str, LaunchSpec | GroupSpec]
+    children = {"a": leaf(POLITE), "b": group, "c": leaf(shell("sleep 0.05"))}
+    logs = LogSpec(log_dir=str(tmp_path), redirects=3)
+    order = {"b": ["a"], "c": ["b"]}
+    spec = GroupSpec(children, after=order, ends_with="c", logs=logs, window=None)
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    await launch(spec)
+    length, cancelled = loop.time() - began, 0
+    descriptors, own, tasks = open_descriptors(), own_children(), asyncio.all_tasks()
+    for point in range(POINTS):
+        task = loop.create_task(launch(spec))
+        first = dice.uniform(0, length) if point % 3 else dice.uniform(0, length / 10)
+        timers = [loop.call_later(first, task.cancel)]
+        if point % 2:
+            timers.append(loop.call_later(first + dice.uniform(0, length / 4), task.cancel))
+        await asyncio.wait([task])
+        for timer in timers:
+            timer.cancel()
+        cancelled += task.cancelled()
+        assert task.cancelled() or task.result().exit_code == 0, f"point {point} of seed {seed}"
+        await asyncio.sleep(0)
+        left = {one for one in asyncio.all_tasks() - tasks if not one.done()}
+        assert not left, f"point {point} of seed {seed}"
+        assert own_children() == own
+        assert not open_descriptors().keys() - descriptors.keys()
+    assert cancelled > POINTS / 4
+
+
+async def test_a_tree_that_waits_costs_nothing() -> None:
+    """Fifty children: no task wakes up, and no thread is left."""
+    spec = GroupSpec({f"c{number}": leaf() for number in range(50)}, window=None)
+    async with Agent(spec) as agent:
+        await until_all_run(agent)
+        await asyncio.sleep(2.0)  # what the launchers do while a job is idle is done
+        before = switches()
+        await asyncio.sleep(1.0)
+        assert switches() - before <= 5
+        assert threading.active_count() == 1
+
+
+def switches() -> int:
+    """Return how often this process has waited by now."""
+    text = Path("/proc/self/status").read_text()
+    return int(text.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
