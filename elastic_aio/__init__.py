@@ -77,7 +77,9 @@ if TYPE_CHECKING:
     from elastic_aio.rendezvous.event_stream import JobEvents as JobEvents
     from elastic_aio.rendezvous.event_stream import follow_job as follow_job
     from elastic_aio.report import format_failure as format_failure
+    from elastic_aio.spec.group import AnySpec as AnySpec
     from elastic_aio.spec.group import GroupSpec as GroupSpec
+    from elastic_aio.spec.group import Strategy as Strategy
     from elastic_aio.spec.job import Command as Command
     from elastic_aio.spec.job import Function as Function
     from elastic_aio.spec.job import LaunchSpec as LaunchSpec
@@ -105,6 +107,8 @@ if TYPE_CHECKING:
     from elastic_aio.spec.restart import NodeLosses as NodeLosses
     from elastic_aio.spec.restart import RestartAction as RestartAction
     from elastic_aio.spec.restart import RestartPolicy as RestartPolicy
+    from elastic_aio.spec.restart import RestartScope as RestartScope
+    from elastic_aio.spec.restart import RestartWhen as RestartWhen
     from elastic_aio.spec.restart import RestartWindow as RestartWindow
     from elastic_aio.spec.sockets import SocketSpec as SocketSpec
     from elastic_aio.spec.stop import PreemptionSpec as PreemptionSpec
@@ -161,12 +165,15 @@ else:
             "elastic_aio.record": "JobRecord recorded_runs",
             "elastic_aio.recorder": "RunRecorder",
             "elastic_aio.report": "format_failure",
+            "elastic_aio.spec.group": "AnySpec Strategy",
             "elastic_aio.spec.job": "NodeRange NumaMode StartMethod",
             "elastic_aio.spec.limits": "LimitSpec",
             "elastic_aio.spec.logs": "Std StdMap",
             "elastic_aio.spec.probe": "Exec Http LogMatch Notify PolledProbe Probe Tcp",
             "elastic_aio.spec.rendezvous": "EngineSpec",
-            "elastic_aio.spec.restart": "Backoff Decide NodeLosses RestartAction RestartWindow",
+            "elastic_aio.spec.restart": (
+                "Backoff Decide NodeLosses RestartAction RestartScope RestartWhen RestartWindow"
+            ),
             "elastic_aio.spec.sockets": "SocketSpec",
             "elastic_aio.spec.stop": "PreemptionSpec StopScope StopStep",
             "elastic_aio.spec.tls": "TlsSpec",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_aio import events, node_events
+from elastic_aio import child_events, events, node_events
 from elastic_aio.cli import COMMANDS, main
 from elastic_aio.status import Event
 
@@ -115,7 +115,8 @@ def test_the_reference_lists_the_levels_of_events() -> None:
     text = " ".join((ROOT / "docs/reference/events.md").read_text().split())
     always, sometimes = text.split("`INFO` are ")[1].split(". ")[0].split("; also")
     kinds = {kind for kind in vars(events).values() if isinstance(kind, type)}
-    kinds |= {kind for kind in vars(node_events).values() if isinstance(kind, type)}
+    for module in (node_events, child_events):
+        kinds |= {kind for kind in vars(module).values() if isinstance(kind, type)}
     found = {kind for kind in kinds if issubclass(kind, Event) and kind is not Event}
     info = {kind.__name__ for kind in found if kind._level == INFO}
     both = {kind.__name__ for kind in found if "level" in vars(kind)}

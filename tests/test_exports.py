@@ -16,6 +16,7 @@ from tests.support.exports import LAZY, PACKAGES, has_block, names_of
 
 REFERENCE = Path(elastic_aio.__file__).parent.parent / "docs" / "reference"
 ALIASES = {"ConsoleTarget", "Decide", "EventListener", "NumaMode", "StartMethod", "StopScope"}
+ALIASES |= {"AnySpec", "RestartScope", "RestartWhen", "Strategy"}
 NAMES = {package: names_of(package) for package in PACKAGES}
 
 

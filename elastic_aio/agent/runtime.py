@@ -36,7 +36,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -105,6 +105,10 @@ if TYPE_CHECKING:
 _RUNS_S: Final = 10.0
 
 
+_CommonEnv = tuple[dict[str, str], dict[str, str]]
+"""Variables that all workers have, and those of them that no worker may have otherwise."""
+
+
 class LocalRuntime:
     """The resources of one job on this host; must be closed."""
 
@@ -163,8 +167,7 @@ class LocalRuntime:
         self.job: GuardedJob | None = None
         self._streams: StandardStreams | None = None
         self._cpus: list[frozenset[int]] = []
-        self._common_env: dict[str, str] = {}  # of the workers of the present attempt
-        self._own_names: Collection[str] = ()  # of variables that no spec may replace
+        self._common_env: _CommonEnv | None = None  # of the present attempt
 
     def __repr__(self) -> str:
         return f"<LocalRuntime of run {self.run_id}: {self._tree or 'not open'}>"
@@ -309,7 +312,7 @@ class LocalRuntime:
     def begin_attempt(self, attempt: int, records: Mapping[int, WorkerRecord]) -> str | None:
         """Note the current attempt and its future `records`; return its log directory, if any."""
         self.attempt = attempt
-        self._common_env = {}
+        self._common_env = None
         self.liveness.begin_attempt(attempt, records)
         return self.output.attempt_directory(attempt)
 
@@ -381,10 +384,10 @@ class LocalRuntime:
             attempt=self.attempt,
             round=round_number,
         )
-        if not self._common_env:
+        if self._common_env is None:
             self._common_env = self._make_common_env(ranks.local_world_size)
-        of_worker = {name: of_worker[name] for name in of_worker.keys() - self._own_names}
-        env = {**self._common_env, **of_worker, **context.to_env()}
+        common, own = self._common_env
+        env = {**common, **of_worker, **own, **context.to_env()}
         if self.spec.virtual_local_rank:
             env |= {"LOCAL_RANK": "0", REAL_LOCAL_RANK: str(ranks.local_rank)}
             env |= device_env(self.spec, ranks.local_rank)
@@ -395,7 +398,7 @@ class LocalRuntime:
             env |= startup_env(self.spec, env)
         return env
 
-    def _make_common_env(self, nproc: int) -> dict[str, str]:
+    def _make_common_env(self, nproc: int) -> _CommonEnv:
         """Return the variables that all workers of an attempt have; `nproc` is their number."""
         task = task_of({**os.environ, **self.spec.env})
         own = {self.tree.marker: marker_value(), TASK: task}
@@ -407,8 +410,7 @@ class LocalRuntime:
             own[NOTIFY_SOCKET] = self.liveness.address
         if (seconds := self.spec.liveness.heartbeat_timeout) is not None:
             own[WATCHDOG_USEC] = str(int(seconds * 1e6))
-        self._own_names = own.keys()
-        return worker_env(self.spec, nproc, own)
+        return worker_env(self.spec, nproc, own), own
 
     async def spawn(
         self,

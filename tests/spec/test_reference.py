@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import elastic_aio
-from elastic_aio import LaunchSpec, SignalSpec, TlsSpec
+from elastic_aio import GroupSpec, LaunchSpec, SignalSpec, TlsSpec
 from elastic_aio.cli.run_options import RUN_OPTIONS
 from elastic_aio.spec import job, rendezvous, restart
 from elastic_aio.spec.fields import REQUIRED, ConfKey, SpecValue, all_fields, part_of, spec_fields
@@ -20,12 +20,14 @@ from elastic_aio.spec.sockets import SocketSpec
 
 REFERENCE = Path(elastic_aio.__file__).parent.parent / "docs/reference"
 COMMAND_LINE = (REFERENCE / "command-line.md").read_text()
-PARTS: list[type[SpecValue]] = [LaunchSpec, SignalSpec, TlsSpec, EngineSpec, SocketSpec, LimitSpec]
+PARTS: list[type[SpecValue]] = [LaunchSpec, GroupSpec, SignalSpec, TlsSpec, EngineSpec]
+PARTS += [SocketSpec, LimitSpec]
 POLLED: list[type[SpecValue]] = [Http, Tcp, Exec]
 PROBES: list[type[SpecValue]] = [PolledProbe, *POLLED, LogMatch]
 PARTS += PROBES
-REQUIRED_ARGUMENTS: dict[type[SpecValue], tuple[str]] = {
+REQUIRED_ARGUMENTS: dict[type[SpecValue], tuple[Any]] = {
     LaunchSpec: ("x",),
+    GroupSpec: ({"a": LaunchSpec("x")},),
     SocketSpec: ("tcp://h:1",),
     Http: ("http://h",),
     Tcp: ("h:1",),
