@@ -25,6 +25,7 @@ from elastic_aio.errors import SpecError
 from elastic_aio.outcome import SIGTERM
 from elastic_aio.spec.checks import (
     OneOf,
+    Part,
     UsageError,
     invalid_value,
     parse_host_port,
@@ -48,10 +49,16 @@ def _address(name: str, value: object) -> object:
     return value
 
 
+class _Job(Part, frozen=True):
+    def __call__(self, name: str, value: object) -> Any:
+        # Not by its class: a run loads nothing of groups.
+        return value if hasattr(value, "children") else super().__call__(name, value)
+
+
 class RunRequest(SpecValue, prefix=""):
     """A parsed command line of `aio-elastic run`."""
 
-    spec: Any = field(kw_only=False)
+    spec: Any = field(check=_Job(LaunchSpec), kw_only=False)
     """A `LaunchSpec`, or of `aio-elastic up` perhaps a `GroupSpec`."""
     command: str = field(default="run")
     """The sub-command, for errors."""

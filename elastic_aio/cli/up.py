@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from elastic_aio.cli.options import fields_from, print_error
 from elastic_aio.cli.parser import OptionParser, add_options
-from elastic_aio.cli.run_options import RunRequest
+from elastic_aio.cli.run_options import RunRequest, as_option_error
 from elastic_aio.errors import SpecError
-from elastic_aio.spec.checks import UsageError, invalid_value
+from elastic_aio.spec.checks import UsageError, invalid_value, parse_number
 from elastic_aio.spec.fields import Option, spec_fields
+from elastic_aio.spec.files import spec_from_procfile, spec_from_toml
 from elastic_aio.spec.group import AnySpec, GroupSpec
+from elastic_aio.spec.logs import LogSpec
 from elastic_aio.text import counted, error_reason
 
 if TYPE_CHECKING:
@@ -40,17 +42,20 @@ def main_up(argv: Sequence[str], *, owns_process: bool = True) -> int:
     parser.add_argument(
         "file", nargs="?", metavar="FILE", help=f"default: {' or '.join(FILES)} in this directory"
     )
+    parser.add_argument(
+        "--concurrency",
+        metavar="NAMES",
+        help="processes of each type of a Procfile, as in 'web=2,worker=4' (default: one of each)",
+    )
     add_options(parser, [one for one in options if isinstance(one, Option)])
     try:
         values = vars(parser.parse_args(argv))
-        path = values["file"] or _default_file()
         settings = fields_from(values, RunRequest)
-        spec = read_spec(path)
-        request = RunRequest(
-            spec, command="up", color=_color(), reread=partial(read_spec, path), **settings
-        )
+        read = partial(read_spec, values["file"] or _default_file(), _counts(values["concurrency"]))
+        spec = read()
+        request = RunRequest(spec, command="up", color=_color(), reread=read, **settings)
     except (UsageError, SpecError) as error:
-        return print_error("up", str(error), 2)
+        return print_error("up", as_option_error(error, {}), 2)
     if request.is_dry_run:
         print("\n".join(plan_lines(spec)))
         return 0
@@ -70,18 +75,42 @@ def _default_file() -> str:
     return found
 
 
-def read_spec(path: str) -> AnySpec:
-    """Return what a file describes, or raise UsageError, SpecError."""
-    from elastic_aio.spec.toml import spec_from_procfile, spec_from_toml
+def _counts(text: str | None) -> dict[str, int]:
+    """Return the numbers of `--concurrency`, by their names."""
+    found = {}
+    for item in filter(None, (text or "").split(",")):
+        name, _, number = item.partition("=")
+        found[name.strip()] = parse_number("--concurrency", number.strip())
+    return found
 
+
+def read_spec(path: str, concurrency: Mapping[str, int]) -> AnySpec:
+    """Return what a file describes, or raise a UsageError.
+
+    A `.env` beside a Procfile is for its processes, whose lines have prefixes.
+    """
+    text, directory = _text_of(path), os.path.dirname(os.path.abspath(path))
+    try:
+        if path.endswith(".toml"):
+            if concurrency:
+                raise UsageError("--concurrency: has no effect with a TOML file")
+            return spec_from_toml(text, directory)
+        variables = f"{directory}/.env"
+        env = _text_of(variables) if os.path.isfile(variables) else ""
+        spec = spec_from_procfile(text, env, directory, concurrency)
+    except SpecError as error:
+        raise UsageError(f"{path}: {error}") from None
+    return spec.replace(children=spec.children, logs=LogSpec(tee=3))
+
+
+def _text_of(path: str) -> str:
     try:
         with open(path, encoding="utf-8") as file:
-            text = file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error_reason(error) if isinstance(error, OSError) else str(error)
-        raise invalid_value("FILE", f"cannot be read: {reason}", path) from None
-    is_toml = path.endswith(".toml")
-    return spec_from_toml(text) if is_toml else spec_from_procfile(text, os.path.dirname(path))
+            return file.read()
+    except UnicodeDecodeError:
+        raise invalid_value("FILE", "must be text in UTF-8", path) from None
+    except OSError as error:
+        raise invalid_value("FILE", f"cannot be read: {error_reason(error)}", path) from None
 
 
 def plan_lines(spec: AnySpec, name: str = "") -> Iterator[str]:
@@ -89,7 +118,8 @@ def plan_lines(spec: AnySpec, name: str = "") -> Iterator[str]:
     if not isinstance(spec, GroupSpec):
         yield f"{name or 'job'}: {_leaf(spec)}"
         return
-    rules = [spec.strategy, *([f"ends with {spec.ends_with}"] if spec.ends_with else [])]
+    ends = [f"ends with {' or '.join(spec.ends_with)}"] if spec.ends_with else []
+    rules = [spec.strategy, *ends]
     yield f"{name or 'job'}: {counted(len(spec.children), 'child', 'children')}, {', '.join(rules)}"
     for child in spec.order:
         notes = [f"after {', '.join(spec.after[child])}"] if spec.after.get(child) else []

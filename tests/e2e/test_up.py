@@ -1,0 +1,181 @@
+"""`aio-elastic up`: the jobs of a file, as processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.children import until_sync
+from tests.support.cli import CLI, Ended, Running, run_program, running
+from tests.support.leaks import alive, leaked_processes
+
+pytestmark = pytest.mark.e2e
+
+JOBS = """
+run_id = "files"
+ends_with = "trainer"
+[children.server]
+command = ["sh", "-c", "echo $$ > server.$TORCHELASTIC_RESTART_COUNT; exec sleep 99"]
+restart = "always"
+[children.trainer]
+command = ["sh", "-c", "until [ -e go ]; do sleep 0.02; done; exit 7"]
+after = ["server"]
+[children.web]
+command = ["sh", "-c", "echo $$ > web.$RANK; exec sleep ${SECONDS_:-99}"]
+nproc_per_node = 2
+max_restarts = 2
+restart = { scope = "worker" }
+[children.sidecar]
+command = ["sh", "-c", "exit 5"]
+essential = false
+"""
+
+
+def cli(*words: object, env: dict[str, str]) -> Ended:
+    return run_program([*CLI, *map(str, words)], env=env)
+
+
+@contextmanager
+def up(directory: Path, *words: object) -> Iterator[tuple[Running, dict[str, str]]]:
+    """Run the jobs of `jobs.toml` in a directory, until all of them run."""
+    env = {"ELASTIC_AIO_CONTROL_DIR": str(directory), "XDG_STATE_HOME": str(directory)}
+    os.chmod(directory, 0o700)
+    (directory / "jobs.toml").write_text(JOBS)
+    with running([*CLI, "up", *words], env=env, cwd=directory) as job:
+        noted = ("server.0", "web.0", "web.1")
+        until_sync(lambda: all((directory / name).exists() for name in noted) or job.process.poll())
+        yield job, env
+
+
+def pid_in(path: Path) -> int:
+    return int(until_sync(lambda: path.exists() and path.read_text().strip()))
+
+
+def tree(env: dict[str, str]) -> dict[str, Any]:
+    """Return the status of each child, by its path."""
+    status = json.loads(cli("status", "files", "--json", env=env).out)
+    below = [status]
+    for one in below:
+        below += one["children"]
+    return {one["child"]: one for one in below}
+
+
+def test_the_children_of_a_file(tmp_path: Path) -> None:
+    """The server restarts alone; the trainer ends the job with its code; the sidecar does not."""
+    with up(tmp_path) as (job, env):
+        until_sync(lambda: tree(env)["sidecar"]["phase"] == "failed")
+        os.kill(pid_in(tmp_path / "server.0"), signal.SIGKILL)
+        server = pid_in(tmp_path / "server.1")
+        until_sync(lambda: tree(env)["server"]["phase"] == "running")
+        found = tree(env)
+        assert found["server"]["workers"][0]["pid"] == server
+        assert found["server"]["restarts"] == 1
+        assert found["trainer"]["phase"] == found[""]["phase"] == "running"
+        assert [*found] == ["", "server", "trainer", "web", "sidecar", "web/0", "web/1"]
+        (tmp_path / "go").touch()
+        assert job.wait() == 7, job.err
+        assert "trainer FAILED" in job.err
+    why = cli("why", "files", env=env)
+    assert "sidecar: it has failed, exit code 5, and is not essential" in why.out
+    assert not leaked_processes()
+
+
+def test_requests_name_a_child(tmp_path: Path) -> None:
+    """Those that are not named keep their processes."""
+    with up(tmp_path) as (job, env):
+        web = pid_in(tmp_path / "web.0")
+        ended = cli("restart", "files", "web/1", env=env)
+        assert (ended.code, ended.out) == (0, f"job files (pid {job.pid}) web/1 restarted\n")
+        assert cli("stop", "files", "server", env=env).code == 0
+        found = tree(env)
+        assert found["server"]["phase"] == "stopped"
+        assert found["web/0"]["workers"][0]["pid"] == web
+        assert found["web/1"]["attempt"] == 1
+        assert cli("restart", "files", "server", env=env).code == 0
+        assert cli("scale", "files", "web", 3, env=env).code == 0
+        assert "web/2" in tree(env)
+        refused = cli("restart", "files", "db", env=env)
+        assert refused.code == 2
+        assert refused.err.startswith("aio-elastic restart: CHILD: must be a child of job files")
+        shown = cli("status", "files", "web", env=env)
+        assert "web/2" in shown.out
+        assert "trainer" not in shown.out
+        assert cli("stop", "files", env=env).code == 0
+        assert job.wait() == 143
+
+
+def test_sighup_reloads_the_file(tmp_path: Path) -> None:
+    """What the file has changed is replaced; a file that is wrong changes nothing."""
+    with up(tmp_path, "--reload-on-hup") as (job, env):
+        server = pid_in(tmp_path / "server.0")
+        before = pid_in(tmp_path / "web.0")
+        changed = JOBS.replace("sleep ${SECONDS_:-99}", "sleep 98")
+        (tmp_path / "jobs.toml").write_text(changed)
+        job.send(signal.SIGHUP)
+        until_sync(lambda: not alive(before))
+        until_sync(lambda: tree(env)["web/1"]["generation"] == 1)
+        assert alive(server)
+        (tmp_path / "jobs.toml").write_text(changed.replace("[children.web]", "[children.w/b]"))
+        job.send(signal.SIGHUP)
+        job.wait_err("nothing is reloaded: jobs.toml: ")
+        assert alive(server)
+        job.send(signal.SIGTERM)
+        assert job.wait() == 143
+
+
+def test_a_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
+    """The guardians end each child."""
+    with up(tmp_path) as (job, _):
+        pids = [pid_in(tmp_path / name) for name in ("server.0", "web.0", "web.1")]
+        job.send(signal.SIGKILL)
+        job.wait()
+        until_sync(lambda: not any(map(alive, pids)))
+    until_sync(lambda: not leaked_processes())
+
+
+def test_a_dry_run_starts_nothing(tmp_path: Path) -> None:
+    """It prints the children in the order of their starts."""
+    (tmp_path / "jobs.toml").write_text(JOBS)
+    ended = run_program([*CLI, "up", "--dry-run"], cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    first, *lines = ended.out.splitlines()
+    assert first == "job: 4 children, one_for_one, ends with trainer"
+    assert [line.split(":")[0].strip() for line in lines] == [
+        "server",
+        "trainer",
+        "web",
+        "sidecar",
+    ]
+    assert not (tmp_path / "server.0").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[children.a]\ncommand = []", "jobs.toml: "),
+        ("[children", "jobs.toml: "),
+        ('[children.a]\ncommand = ["true"]\nafter = ["b"]', "jobs.toml: "),
+    ],
+)
+def test_a_wrong_file_is_one_line(text: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "jobs.toml").write_text(text)
+    ended = run_program([*CLI, "up"], cwd=tmp_path)
+    assert ended.code == 2
+    (line,) = ended.errors
+    assert line.startswith(f"aio-elastic up: {problem}")
+
+
+def test_a_procfile(tmp_path: Path) -> None:
+    """Each type has its port; the first process that ends ends all."""
+    (tmp_path / "Procfile").write_text("web: echo $PORT; exec sleep 99\nend: sleep 0.5; exit 3\n")
+    ended = run_program([*CLI, "up", "--concurrency", "web=2"], cwd=tmp_path)
+    assert ended.code == 3, ended.err
+    assert sorted(ended.out.split()) == ["[web0]:5000", "[web1]:5001"]
+    assert not leaked_processes()
