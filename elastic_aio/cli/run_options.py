@@ -49,7 +49,7 @@ def _address(name: str, value: object) -> object:
     return value
 
 
-class _Job(Part, frozen=True):
+class _JobPart(Part, frozen=True):
     def __call__(self, name: str, value: object) -> Any:
         # Not by its class: a run loads nothing of groups.
         return value if hasattr(value, "children") else super().__call__(name, value)
@@ -58,7 +58,7 @@ class _Job(Part, frozen=True):
 class RunRequest(SpecValue, prefix=""):
     """A parsed command line of `aio-elastic run`."""
 
-    spec: Any = field(check=_Job(LaunchSpec), kw_only=False)
+    spec: Any = field(check=_JobPart(LaunchSpec), kw_only=False)
     """A `LaunchSpec`, or of `aio-elastic up` perhaps a `GroupSpec`."""
     command: str = field(default="run")
     """The sub-command, for errors."""

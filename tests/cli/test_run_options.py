@@ -509,7 +509,7 @@ def test_absurd_values_are_one_line(option: Option) -> None:
     ("argv", "named"),
     [
         ([], "a command is required"),
-        (["walk"], "must be 'run', 'ps', "),
+        (["walk"], "must be 'run', 'up', "),
         (["evnets"], "; did you mean events? (got 'evnets')"),
         (["--verison"], "; did you mean --version? (got '--verison')"),
         (
