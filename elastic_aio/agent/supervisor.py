@@ -2,6 +2,77 @@
 
 A child is a gang (a job of one `LaunchSpec`), independent workers, or a group; the latter two have
 a supervisor of their own.  The children of independent workers are gangs of one worker each.
+Inputs have names in the past tense, effects are imperative.  LIVE is STARTING or RUNNING;
+SUCCEEDED, FAILED and STOPPED are ends.
+
+A child
+=======
+
+* It is started when all children that it is `after` are ready, or have succeeded; one that is not
+  essential may also have failed.  With the strategy rest_for_one it is after the one before too.
+* A gang that restarts on failure under one_for_one restarts itself, and its failure is final.
+  Others are restarted here, by the budget of their policy.
+* A child that is restarted takes others along, as the strategy says: those that run are stopped in
+  the reverse order, and none is started before all have ended, and every back-off.  They pay
+  nothing for that.  Those that have succeeded start again, unless they never restart.
+* Each restart after a failure counts for the window of the group, also those that a leaf makes.
+* A child that is stopped by request stays so until its restart is requested.
+* Results carry their generation.  A late result is dropped here, and only here.
+
+::
+
+    phase        input                             next         effects
+    -----------  --------------------------------  -----------  -------------------------------
+    WAITING      (its turn has come)               STARTING     StartChild
+    STARTING     ChildStarted                      RUNNING
+    LIVE         ChildReady                        RUNNING      (those that are after it)
+    LIVE         LeafRestarted                     STARTING
+    LIVE         ChildEnded, a restart follows     BACKING_OFF  ChildRestarting, Arm; StopChild of
+                                                   or WAITING   others, as the strategy says
+    LIVE         ChildEnded, none follows          an end       ChildFinished
+    LIVE         ChildStopReceived                 STOPPING     StopChild
+    LIVE         ChildRestartReceived, alone       the same     RestartChild
+    LIVE         ..., with others                  STOPPING     StopChild of all
+    LIVE         (its turn to be stopped)          STOPPING     StopChild
+    STOPPING     ChildEnded, stopped by request    STOPPED      ChildFinished
+    STOPPING     ChildEnded, to be restarted       WAITING
+    STOPPING     ChildEnded, removed by a scale    (none)
+    BACKING_OFF  TimerElapsed                      WAITING
+    BACKING_OFF  ChildRestartReceived              WAITING      Disarm
+    BACKING_OFF,
+    WAITING      ChildStopReceived                 STOPPED      Disarm, ChildFinished
+    an end       ChildRestartReceived              WAITING      ChildRestarting
+
+The group
+=========
+
+* It ends when a child of `ends_with` has ended for good, when an essential child has failed so,
+  when all essential children have ended, or with a restart more than its window allows; and after
+  a stop or a notice.  The first of these counts.
+* When it ends, all children are stopped, each after those that are after it.  A stop by SIGKILL
+  reaches all at once.
+* Children with a notice of a preemption end by themselves; none is started any more.
+* After a stop, children that had ended by themselves before they were stopped still count.
+
+A reload of workers or replicas
+===============================
+
+* One after the other: the new generation runs beside the old one, which is stopped when the new
+  one is ready; without a `ready`, `SETTLED_AFTER_S` after its start.
+* If the new one ends, restarts itself, or is not ready in time, it is stopped, the old one is kept,
+  and the reload ends.  If the old one ends before, the new one takes its place.
+* A worker that does not run has the new spec for its next start, once the reload has succeeded.
+* A restart of several children ends a reload.  Another child is stopped, removed or added as usual.
+
+::
+
+    input                                    next       effects
+    ---------------------------------------  ---------  -----------------------------------
+    ReloadReceived, the last one is done     awaiting   StartChild, Arm
+    ChildStarted, without a `ready`          settling   Arm
+    ChildReady; TimerElapsed when settling   replacing  Disarm, StopChild of the old one
+    ChildEnded of the old one                the next   (at the end) ReloadFinished
+    ChildEnded, LeafRestarted, TimerElapsed  none       StopChild of the new one, ReloadFailed
 """
 
 from __future__ import annotations
@@ -424,6 +495,7 @@ class SupervisorMachine:
             former = present.pop(name, None)
             self._children[name] = former or self._make(name, child)
         self._children |= present  # which are removed when they have ended
+        self._places = {name: place for place, name in enumerate(group.order)}
         self._after = {name: self._after.get(name, ()) for name in present}
         previous: tuple[str, ...] = ()
         for name in group.order:
@@ -537,7 +609,7 @@ class SupervisorMachine:
             if not self._is_held(name):
                 self._stop_child(self._children[name])
         if not self._holds_starts:
-            for name in [*self._waiting]:
+            for name in sorted(self._waiting, key=self._places.__getitem__):
                 child = self._children[name]
                 if not child.is_live and all(map(self._is_released, self._after[name])):
                     self._start(child)

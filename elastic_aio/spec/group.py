@@ -124,7 +124,8 @@ class GroupSpec(SpecValue, prefix=""):
         self._check_names()
         if self.restart == "never" and self.max_restarts:
             raise SpecError("max_restarts", self.max_restarts, "must be 0 with restart 'never'")
-        self._set(_order=_ordered(self.children, self.after))
+        essential = self.children if self.essential is None else self.essential
+        self._set(_order=_ordered(self.children, self.after), _essential=frozenset(essential))
         for name, child in self.children.items():
             self._check_child(name, child)
 
@@ -139,7 +140,7 @@ class GroupSpec(SpecValue, prefix=""):
                     where, name, f"must name a child{did_you_mean(name, self.children)}"
                 )
         for name in self.ends_with:
-            if not self.is_essential(name):
+            if self.essential is not None and name not in self.essential:
                 problem = f"must have {name!r}, which the group ends with"
                 raise SpecError("essential", list(self.essential or ()), problem)
 
@@ -190,7 +191,7 @@ class GroupSpec(SpecValue, prefix=""):
 
     def is_essential(self, name: str) -> bool:
         """Return whether the failure of a child fails the group."""
-        return self.essential is None or name in self.essential
+        return name in self.__dict__["_essential"]
 
     @property
     def name(self) -> str:
