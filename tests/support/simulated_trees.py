@@ -480,10 +480,12 @@ class TreeRules:
                     self._check_stop(effect)
                 case PublishOf(name, event):
                     self._check_event(name, event, received, effects)
-                case Publish(ReloadFinished()):
-                    self._check_reloaded()
                 case Finish(outcome):
                     self._check_outcome(outcome)
+        if any(
+            isinstance(one, Publish) and isinstance(one.event, ReloadFinished) for one in effects
+        ):
+            self._check_reloaded()
 
     # --------------------------------------------------------------- inputs
 
