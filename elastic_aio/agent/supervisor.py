@@ -13,8 +13,9 @@ A child
 * A gang that restarts on failure under one_for_one restarts itself, and its failure is final.
   Others are restarted here, by the budget of their policy.
 * A child that is restarted takes others along, as the strategy says: those that run are stopped in
-  the reverse order, and none is started before all have ended, and every back-off.  They pay
-  nothing for that.  Those that have succeeded start again, unless they never restart.
+  the reverse order, and none is started before all have ended; with one_for_all, neither in a
+  back-off.  They pay nothing for that.  Those that have succeeded start again, unless they never
+  restart.
 * Each restart after a failure counts for the window of the group, also those that a leaf makes.
 * A child that is stopped by request stays so until its restart is requested.
 * Results carry their generation.  A late result is dropped here, and only here.
@@ -337,6 +338,7 @@ ENDS = (ChildPhase.SUCCEEDED, ChildPhase.FAILED, ChildPhase.STOPPED)
 LIVE_PHASES = (ChildPhase.STARTING, ChildPhase.RUNNING)
 
 RELOADED = "a reload was requested"
+FAILED_RELOAD = "its reload has failed"
 
 SETTLED_AFTER_S = 1.0
 """Seconds after its start when a new worker without a `ready` replaces the old one."""
@@ -381,7 +383,7 @@ class _Fate(IntEnum):
 class _Child:
     """The state of a child; `retiring` generations are being stopped beside the present one."""
 
-    def __init__(self, name: str, spec: AnySpec, made: _Budget, version: int) -> None:
+    def __init__(self, name: str, spec: AnySpec, made: _Budget) -> None:
         self.name = name
         self.phase = ChildPhase.WAITING
         self.generation = -1
@@ -399,10 +401,10 @@ class _Child:
         self.token = 0
         self.is_armed = False
         self.started_spec: AnySpec | None = None
-        self.adopt(spec, made, version)
+        self.adopt(spec, made)
 
-    def adopt(self, spec: AnySpec, made: _Budget, version: int) -> None:
-        """Take another spec and a new budget for the next start."""
+    def adopt(self, spec: AnySpec, made: _Budget, version: int = -1) -> None:
+        """Take another spec and a new budget for the next start; `version` is that of a reload."""
         self.version = version
         self.when, self.budget = made
         self.take(spec)
@@ -510,7 +512,7 @@ class SupervisorMachine:
 
     def _make(self, name: str, spec: AnySpec) -> _Child:
         self._waiting[name] = None
-        child = _Child(name, spec, self._budget_of(spec), self._version)
+        child = _Child(name, spec, self._budget_of(spec))
         child.starts = self._removed.pop(name, 0)
         return child
 
@@ -558,14 +560,19 @@ class SupervisorMachine:
             problem = f"must name a child{did_you_mean(request.name, known)}"
             raise SpecError("child", request.name, problem)
         spec = self.spec if is_own else self._children[request.name].spec
+        changes = isinstance(request, ScaleReceived) or getattr(request, "spec", None) is not None
+        if changes and not is_own and isinstance(self.spec, LaunchSpec):
+            raise SpecError("child", request.name, "must be all workers, which have one spec")
         if isinstance(request, ScaleReceived):
             scaled_to(spec, request.number)
+            if is_own and self._reload is not None:
+                scaled_to(self._reload.spec, request.number)
         elif isinstance(request, ReloadReceived) and request.spec is not None:
             check_reload(spec, request.spec, is_whole=is_own)
 
     @property
     def _members(self) -> list[_Child]:
-        return [one for one in self._children.values() if one.fate is not _Fate.REMOVE]
+        return [self._children[name] for name in self._group.children]
 
     @property
     def _deciding(self) -> list[_Child]:
@@ -637,7 +644,7 @@ class SupervisorMachine:
     @property
     def _holds_starts(self) -> bool:
         """Whether no child is started now: others of a common restart stop, or wait."""
-        is_common = self._group.strategy != "one_for_one" and bool(self._backing_off)
+        is_common = self._group.strategy == "one_for_all" and bool(self._backing_off)
         return self._is_ending or bool(self._swept) or is_common
 
     def _is_released(self, name: str) -> bool:
@@ -704,7 +711,7 @@ class SupervisorMachine:
         child.retiring.discard(ended.generation)
         if is_awaited:
             why = ended.failures[0].summary if ended.failures else ended.outcome.why
-            self._fail_reload(f"the new worker has {ended.outcome.state}: {why}")
+            self._fail_reload(f"the new worker has {ended.outcome.state}: {why}", has_ended=True)
         if is_present:
             self._on_present_ended(child, ended)
         if not child.is_live:
@@ -832,7 +839,7 @@ class SupervisorMachine:
         self._live.add(child.name)
         rank, size = None, 0
         if isinstance(self.spec, LaunchSpec):
-            rank, size = int(child.name), len(self._members)
+            rank, size = int(child.name), len(self._group.children)
         self._emit(StartChild(child.name, generation, spec, child.restarts, rank, size))
         return generation
 
@@ -970,9 +977,8 @@ class SupervisorMachine:
     # ---------------------------------------------------------------- requests
 
     def _on_request(self, request: ChildRequest) -> None:
-        child = self._children.get(request.name)
-        if child is not None and child.fate is not _Fate.REMOVE:
-            self._on_request_of(child, request)
+        if request.name in self._group.children:
+            self._on_request_of(self._children[request.name], request)
             return
         match request:
             case _ if request.name or self._is_ending:
@@ -1056,7 +1062,7 @@ class SupervisorMachine:
             self._emit(RestartChild(child.name, child.generation, RELOADED))
         else:
             if spec is not None:
-                child.adopt(spec, self._budget_of(spec), self._version)
+                child.adopt(spec, self._budget_of(spec))
             if is_live and self._group.strategy == "one_for_one":
                 self._set_fate(child, _Fate.RESTART, StopReceived(RELOADED))
             elif is_live:
@@ -1079,15 +1085,22 @@ class SupervisorMachine:
 
     def _change_children(self, spec: AnySpec) -> None:
         """Change the children of a group to those of another: only those that differ restart."""
-        former, self._group = self._group, group_of(spec)
-        self._take(spec)
+        former = self._group
+        self._take_members(spec, "it was removed")
         for child in self._members:
-            new = self._group.children.get(child.name)
-            if new is None:
-                self._set_fate(child, _Fate.REMOVE, StopReceived("it was removed"))
-            elif new != former.children.get(child.name) or former.strategy != self._group.strategy:
+            new = self._group.children[child.name]
+            if new != former.children.get(child.name) or former.strategy != self._group.strategy:
                 self._reload_child(child, new)
         self._check_ends()
+
+    def _take_members(self, spec: AnySpec, reason: str) -> None:
+        """Take the children of a spec; those that it lacks are stopped."""
+        self._take(spec)
+        for child in [*self._children.values()]:
+            if child.name not in self._group.children:
+                self._set_fate(child, _Fate.REMOVE, StopReceived(reason))
+            elif child.fate is _Fate.REMOVE:
+                child.fate = _Fate.RESTART
 
     def _scale(self, number: int) -> None:
         former = len(self._members)
@@ -1095,16 +1108,9 @@ class SupervisorMachine:
         if self._reload is not None:
             self._reload.spec = scaled_to(self._reload.spec, number)
             self._reload.child = template_of(self._reload.spec) or self._reload.child
-        self._take(spec)
-        for child in [*self._children.values()]:
-            if child.name not in self._group.children:
-                reason = f"scaled to {counted(number, 'worker')}"
-                self._set_fate(child, _Fate.REMOVE, StopReceived(reason))
-            else:
-                if child.fate is _Fate.REMOVE:
-                    child.fate = _Fate.RESTART
-                if isinstance(spec, LaunchSpec):
-                    child.take(scaled_to(child.spec, number))
+        self._take_members(spec, f"scaled to {counted(number, 'worker')}")
+        for child in self._members if isinstance(spec, LaunchSpec) else ():
+            child.take(scaled_to(child.spec, number))
         if number != former:
             self._emit(Publish(Scaled(former=former, number=number)))
 
@@ -1172,7 +1178,7 @@ class SupervisorMachine:
             reload.current = None
             reload.replaced += 1
 
-    def _fail_reload(self, why: str) -> None:
+    def _fail_reload(self, why: str, *, has_ended: bool = False) -> None:
         """End a reload; the workers that it has replaced stay so."""
         reload, self._reload = self._reload, None
         if reload is None:
@@ -1183,8 +1189,10 @@ class SupervisorMachine:
             self._emit(Publish(event))
             return
         self._emit(PublishOf(child.name, event))
-        self._retire_new(child, "its reload has failed")
+        self._retire_new(child, FAILED_RELOAD)
         self._disarm(child)
+        if reload.awaited == child.generation and not has_ended:  # the old one has ended before
+            self._set_fate(child, _Fate.RESTART, StopReceived(FAILED_RELOAD))
 
     def _drop_new(self, child: _Child) -> None:
         """Stop the replacement of a worker that is itself to be stopped."""

@@ -624,12 +624,19 @@ class TreeRules:
             case ChildFinished():
                 self._check_finished(name, event)
             case ReloadFailed() if isinstance(received, ChildResult | TimerElapsed):
-                stopped = [one for one in effects if isinstance(one, StopChild)]
-                present = min(self._live.get(name) or [0])
-                if received.name == name and any(
-                    (one.name, one.generation) == (name, present) for one in stopped
-                ):
-                    self._fail(f"{name} is stopped, and its replacement has failed")
+                if received.name == name:
+                    self._check_failed_reload(received, effects)
+
+    def _check_failed_reload(self, received: Any, effects: list[Any]) -> None:
+        """The new worker is stopped; the old one is not, if it runs."""
+        name, live = received.name, self._live.get(received.name, {})
+        stops = [one for one in effects if isinstance(one, StopChild)]
+        stopped = {one.generation for one in stops if one.name == name}
+        has_ended = isinstance(received, ChildEnded)
+        if not has_ended and live and max(live) not in stopped:
+            self._fail(f"{name} keeps a new worker that has failed")
+        if stopped & {min(live, default=-1)} and (has_ended or len(live) > 1):
+            self._fail(f"{name} is stopped, and its replacement has failed")
 
     def _begin_sweep(self, name: str) -> None:
         group, order = self._group, self._group.order
@@ -662,7 +669,7 @@ class TreeRules:
         children = self._supervisor.machine.children
         for name, live in self._live.items():
             for generation, start in live.items():
-                is_new = start.spec.name == children[name].spec.name if name in children else True
+                is_new = name not in children or start.spec.name == self._group.children[name].name
                 if (name, generation) not in self._stopping and not is_new:
                     self._fail(f"{name} runs the old spec after a reload")
 
