@@ -746,7 +746,8 @@ class SupervisorMachine:
         decision = self._may_follow(child, ended)
         if decision.restart and (why := self._count_restart(child)):
             child.phase = ChildPhase.FAILED
-            self._give_up(replace(child.outcome, state=JobState.FAILED, why=why))
+            code = child.outcome.exit_code or 1
+            self._give_up(replace(child.outcome, state=JobState.FAILED, why=why, exit_code=code))
         elif decision.restart and child.budget is not None:
             child.budget.record(self._now)
             child.budget.begin_attempt()

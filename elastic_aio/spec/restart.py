@@ -313,7 +313,7 @@ class RestartPolicy(SpecValue, prefix="restart.", alike=True):
         if self.restart_on == frozenset():
             problem = "must name an exit code; max_restarts=0 never restarts"
             raise SpecError("restart.restart_on", [], problem)
-        if self.window and self.backoff:
+        if self.window and self.backoff and self.scope == "group":
             total = self.backoff.expected_total(self.window.count)
             if total >= self.window.seconds:
                 problem = (

@@ -425,7 +425,10 @@ class TreeRules:
         self._held: set[str] = set()  # stopped by request
         self._must_end: set[tuple[str, int]] = set()  # before anything starts
         self._counted: list[float] = []
-        self._is_exhausted = False
+        self._is_exhausted = self._may_be_exhausted = False
+        self._is_complete = self._may_be_complete = False
+        self._requested: set[tuple[str, int]] = set()  # those that a request may stop
+        self._again: set[str] = set()  # those that have succeeded, and may be started again
         self._fatal: ChildFinished | None = None
         self._failed: set[int] = set()  # exit codes of essential children, once it ends
         self._stop: StopReceived | None = None
@@ -446,7 +449,8 @@ class TreeRules:
 
     @property
     def _is_ending(self) -> bool:
-        return bool(self._stop or self._notice or self._fatal)
+        is_over = self._is_exhausted or self._is_complete
+        return is_over or bool(self._stop or self._notice or self._fatal)
 
     def _after(self, name: str) -> tuple[str, ...]:
         group = self._group
@@ -490,6 +494,9 @@ class TreeRules:
     # --------------------------------------------------------------- inputs
 
     def _note(self, received: Any) -> None:
+        if isinstance(received, ChildRequest | RestartReceived):
+            self._again |= self._finished.keys()
+            self._requested |= {(name, one) for name, live in self._live.items() for one in live}
         match received:
             case StopReceived():
                 self._stop = self._stop or received
@@ -553,7 +560,8 @@ class TreeRules:
         key = received.name, received.generation
         is_replaced = key in self._stopping | swept or bool(self._live[received.name])
         if not is_replaced and not any(isinstance(one, PublishOf) for one in effects):
-            self._is_exhausted = True
+            self._may_be_exhausted = True
+            self._is_exhausted = key not in self._requested
 
     # -------------------------------------------------------------- effects
 
@@ -568,7 +576,7 @@ class TreeRules:
             self._fail(f"{name} is started beside {[*live]}")
         if name in self._held:
             self._fail(f"{name} was stopped by request, and is started")
-        if self._is_ending or self._is_exhausted:
+        if self._is_ending:
             self._fail(f"{name} is started, and the group ends")
         if self._must_end:
             self._fail(f"{name} is started before the end of {self._must_end}")
@@ -644,10 +652,12 @@ class TreeRules:
             return
         if group.strategy == "rest_for_one":
             order = order[order.index(name) :]
+        self._again |= self._finished.keys()
         self._must_end |= {(one, g) for one in order for g in self._live.get(one, ())}
 
     def _check_finished(self, name: str, event: ChildFinished) -> None:
         self._finished[name] = event.state
+        self._again.discard(name)
         group = self._group
         spec = self._supervisor.machine.children[name].spec
         when = spec.restart if isinstance(spec, GroupSpec) else spec.restart.when
@@ -663,6 +673,10 @@ class TreeRules:
         is_fatal = name in group.ends_with or (group.is_essential(name) and is_failure)
         if is_fatal and not self._is_ending:
             self._fatal = event
+        names = [name for name in group.children if group.is_essential(name)] or [*group.children]
+        if not self._is_ending and all(one in self._finished for one in names):
+            self._is_complete = not self._again.intersection(names)
+            self._may_be_complete = True
 
     def _check_reloaded(self) -> None:
         """Each worker that runs, and is not stopped, has the new spec."""
@@ -685,16 +699,22 @@ class TreeRules:
             expected = {(JobState.PREEMPTED, outcome.exit_code)}
         elif self._is_exhausted:
             expected = {(JobState.FAILED, outcome.exit_code)}
-        elif self._stop is not None:
+        elif self._stop is not None and not self._is_complete:
             expected = {(JobState.STOPPED, outcome.exit_code), (JobState.SUCCEEDED, 0)}
             expected |= {(JobState.FAILED, code) for code in self._failed}
         elif JobState.SUCCEEDED in ends:
             expected = {(JobState.SUCCEEDED, 0)}
         else:
             expected = {(one, outcome.exit_code) for one in ends if one is not None}
+        if self._may_be_exhausted:
+            expected |= {(JobState.FAILED, outcome.exit_code)}
+        if self._may_be_complete:
+            expected |= {(one, outcome.exit_code) for one in ends if one is not None}
         if (state, outcome.exit_code) not in expected:
             self._fail(f"ends with {outcome}, and not {expected}")
-        if not self._is_ending and not self._is_exhausted and None in ends:
+        if state is JobState.FAILED and not outcome.exit_code:
+            self._fail(f"has failed with exit code 0: {outcome}")
+        if not (self._is_ending or self._may_be_exhausted) and None in ends:
             self._fail(f"is over before all of {names} have ended")
 
 
