@@ -359,7 +359,6 @@ class SupervisorDriver(BaseDriver):
         self._results: dict[str, LaunchResult] = {}
         self._ended: dict[str, deque[AttemptResult]] = {}
         self._began = self._clock.now()
-        self._refusal: BaseException | None = None
 
     def __repr__(self) -> str:
         return f"<SupervisorDriver of {self._path or 'the job'}: {self._machine!r}>"
@@ -605,7 +604,7 @@ class SupervisorDriver(BaseDriver):
             await start.driver.open()
         except (SpecError, HostError, SpawnError) as error:
             is_wrong = isinstance(error, SpecError)
-            self._refusal = self._refusal or error
+            self.refusal = error
             outcome = JobOutcome(JobState.FAILED, str(error), 2 if is_wrong else 1)
             self._end_start(effect, outcome, is_permanent=is_wrong)
             return
@@ -724,8 +723,7 @@ class SupervisorDriver(BaseDriver):
             outcome = JobOutcome(JobState.FAILED, f"internal error: {driver.error!r}", 1)
         else:
             self._note_result(effect.name, result)
-        if driver.error is not None:
-            self._refusal = driver.error
+        self.refusal = driver.error or driver.refusal or self.refusal
         is_changed = isinstance(driver, SupervisorDriver) and driver.spec != effect.spec
         ended = ChildEnded(
             effect.name,
@@ -772,8 +770,8 @@ class SupervisorDriver(BaseDriver):
         )
         self.result = self._with_children(result)
         self.error = effect.error
-        if outcome.state is JobState.FAILED and is_outermost:
-            self.error = self.error or self._refusal
+        if is_outermost and self.refusal is not None and str(self.refusal) in outcome.why:
+            self.error = self.error or self.refusal
         self.outcome = outcome
         self._event_log.append(
             JobFinished(

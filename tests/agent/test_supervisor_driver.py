@@ -319,10 +319,12 @@ async def test_a_cancelled_launch_leaves_nothing(turns: int) -> None:
 
 
 async def test_a_child_that_cannot_be_opened_is_an_error_of_the_job(tmp_path: Path) -> None:
-    """One line, before any other child that is after it starts."""
+    """One line, before any other child that is after it starts; also deep in a tree."""
     bad = leaf(logs=LogSpec(log_dir="/proc/none", redirects=3))
-    with pytest.raises(SpecError, match=r"^logs\.log_dir: "):
-        await launch(GroupSpec({"bad": bad, "b": leaf()}, after={"b": ["bad"]}))
+    group = GroupSpec({"bad": bad, "b": leaf()}, after={"b": ["bad"]})
+    for spec in (group, GroupSpec({"a": leaf(), "group": group})):
+        with pytest.raises(SpecError, match=r"^logs\.log_dir: "):
+            await launch(spec)
 
 
 async def test_lines_of_children_are_read(tmp_path: Path) -> None:
