@@ -525,9 +525,10 @@ class SupervisorMachine:
             is_own = when == "on-failure" and self._group.strategy == "one_for_one"
             if is_own or policy.scope != "group":  # then the policy is that of its workers
                 return when, None
-        if when == "never":
-            return when, None
         limit = UNLIMITED if when == "always" else spec.max_restarts
+        # A group that is not restarted has failed because of its child, and says so.
+        if when == "never" or (isinstance(spec, GroupSpec) and not limit):
+            return when, None
         return when, RestartBudget(limit, policy, self._random)
 
     # --------------------------------------------------------------- questions
