@@ -450,6 +450,14 @@ def test_a_failure_while_others_stop_is_no_further_restart() -> None:
     assert play.machine.restarts == 1
 
 
+def test_a_restart_waits_for_a_child_that_is_being_stopped() -> None:
+    """By request: it stays stopped, and what it holds is free then."""
+    play = started(group({"a": leaf(1), "b": ALWAYS}, strategy="one_for_all"))
+    assert play.stop("a") == "-a"
+    assert play.end("b", 1) == ""
+    assert play.end("a", None) == "+b1"
+
+
 def test_a_success_is_repeated_with_the_others() -> None:
     """Unless it never restarts, or was stopped by request."""
     children = {"a": leaf(1), "b": NEVER, "c": leaf(1), "d": leaf(1)}
@@ -838,6 +846,7 @@ def test_the_highest_workers_are_removed() -> None:
     assert [*play.children] == ["0"]
     assert play.end("2", None) == ""
     assert play.end("1", 5) == ""
+    assert not play.events
     assert play.end("0") == "finish succeeded 0"
 
 
@@ -943,6 +952,15 @@ def test_a_replacement_takes_the_place_of_an_old_worker_that_ends() -> None:
     assert play.machine.children["0"].generation == 1
     play(ChildStarted("0", 1))
     assert play.elapse("0") == f"+11, arm 1 {READY_TIMEOUT_S:g}"
+
+
+def test_such_a_replacement_is_stopped_too_if_it_is_not_ready() -> None:
+    play = reloading(NEW.replace(ready="notify"))
+    play.end("0", 1, 0)
+    assert play.elapse("0") == "-01"
+    assert play.end("0", None, 1) == "+02"
+    (start,) = (one for one in play.effects if isinstance(one, StartChild))
+    assert env_of(start) == {}
 
 
 def test_the_old_spec_stays_if_such_a_replacement_fails() -> None:

@@ -1466,7 +1466,7 @@ MUTATIONS: Final = (
         "                self._swept.add(child.name)\n"
         "            self._set_fate",
         "a common restart waits for a child too that is stopped by request",
-        _AGENT + "test_trees.py::test_random_trees",
+        _SUPERVISOR + "test_a_restart_waits_for_a_child_that_is_being_stopped",
     ),
     Mutation(
         "no-wait-for-delays",
@@ -1552,12 +1552,12 @@ MUTATIONS: Final = (
         _SUPERVISOR + "test_other_children_are_stopped_when_the_essential_ones_have_ended",
     ),
     Mutation(
-        "last-failure-counts",
+        "verdict-forgotten",
         "agent/supervisor.py",
-        "        if self._stop is None and self._verdict is None:",
-        "        if self._stop is None:",
+        "Finish(self._verdict or self._outcome_of_stop())",
+        "Finish(self._outcome_of_stop())",
         "the first end of a group counts",
-        _AGENT + "test_trees.py::test_random_trees",
+        _SUPERVISOR + "test_the_first_failure_of_an_essential_child_ends_the_group",
     ),
     Mutation(
         "start-after-the-end",
@@ -1578,7 +1578,7 @@ MUTATIONS: Final = (
         _SUPERVISOR + "test_a_notice_reaches_all_children",
     ),
     Mutation(
-        "start-after-a-notice",
+        "child-after-a-notice",
         "agent/supervisor.py",
         "        self._waiting.clear()\n",
         "        self._is_ending = False\n",
@@ -1665,7 +1665,7 @@ MUTATIONS: Final = (
         "        if reload.awaited == child.generation and not has_ended:",
         "        if False:",
         "a new worker that is not ready in time is stopped, also without an old one",
-        _AGENT + "test_trees.py::test_random_trees",
+        _SUPERVISOR + "test_such_a_replacement_is_stopped_too_if_it_is_not_ready",
     ),
     Mutation(
         "scale-down-counts",
