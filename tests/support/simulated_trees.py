@@ -6,7 +6,7 @@ random times and exit codes.  `TreeRules` knows nothing of a machine but its inp
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +42,7 @@ from elastic_aio.agent.supervisor import (
     ChildRestartReceived,
     ChildResult,
     ChildStarted,
+    ChildState,
     ChildStopReceived,
     Disarm,
     LeafRestarted,
@@ -233,6 +234,13 @@ class SimSupervisor:
 
         def on_end(end: SimEnd) -> None:
             del self.live[name, generation]
+            if self.tree.random.random() < 0.2:  # what was on its way
+                late: list[ChildResult] = [
+                    ChildReady(name, generation),
+                    ChildStarted(name, generation),
+                    LeafRestarted(name, generation, 1),
+                ]
+                self.tree.after(3, self.receive, self.tree.random.choice(late))
             self.tree.time.at(
                 self.tree.time.now,
                 self.receive,
@@ -428,6 +436,7 @@ class TreeRules:
         self._is_exhausted = self._may_be_exhausted = False
         self._is_complete = self._may_be_complete = False
         self._requested: set[tuple[str, int]] = set()  # those that a request may stop
+        self._granted: Counter[str] = Counter()  # restarts since the last change of a child
         self._again: set[str] = set()  # those that have succeeded, and may be started again
         self._fatal: ChildFinished | None = None
         self._failed: set[int] = set()  # exit codes of essential children, once it ends
@@ -490,10 +499,15 @@ class TreeRules:
             isinstance(one, Publish) and isinstance(one.event, ReloadFinished) for one in effects
         ):
             self._check_reloaded()
+        live = {(name, one) for name, found in self._live.items() for one in found}
+        if isinstance(received, StopReceived) and self._is_killed and live - self._stopping:
+            self._fail(f"{live - self._stopping} are not killed at once")
 
     # --------------------------------------------------------------- inputs
 
     def _note(self, received: Any) -> None:
+        if isinstance(received, ChildRestartReceived | ReloadReceived | ScaleReceived):
+            self._granted.clear()
         if isinstance(received, ChildRequest | RestartReceived):
             self._again |= self._finished.keys()
             self._requested |= {(name, one) for name, live in self._live.items() for one in live}
@@ -624,6 +638,7 @@ class TreeRules:
             case ChildRestarting():
                 self._finished.pop(name, None)
                 if isinstance(received, ChildEnded):
+                    self._check_restart(received)
                     self._count()
                     if self._is_exhausted:
                         self._fail(f"{name} restarts, and its window is used up")
@@ -634,6 +649,19 @@ class TreeRules:
             case ReloadFailed() if isinstance(received, ChildResult | TimerElapsed):
                 if received.name == name:
                     self._check_failed_reload(received, effects)
+
+    def _check_restart(self, ended: ChildEnded) -> None:
+        """The policy of the child grants the restart."""
+        spec = self._supervisor.machine.children[ended.name].spec
+        when = spec.restart if isinstance(spec, GroupSpec) else spec.restart.when
+        self._granted[ended.name] += 1
+        is_granted = ended.outcome.state is JobState.FAILED and not ended.is_permanent
+        if when == "always":
+            is_granted = is_granted or ended.outcome.state is JobState.SUCCEEDED
+        else:
+            is_granted = is_granted and self._granted[ended.name] <= spec.max_restarts
+        if not is_granted or when == "never":
+            self._fail(f"{ended.name} is restarted against its policy: {spec.max_restarts} {when}")
 
     def _check_failed_reload(self, received: Any, effects: list[Any]) -> None:
         """The new worker is stopped; the old one is not, if it runs."""
@@ -818,11 +846,14 @@ def check_settled(tree: SimTree) -> None:
             after = [*group.after.get(name, ())]
             if group.strategy == "rest_for_one":
                 after += group.order[: group.order.index(name)]
-            if all(
-                children[one].is_ready or children[one].phase is ChildPhase.SUCCEEDED
-                for one in after
-            ):
+            if all(map(partial(_is_over_or_ready, children), after)):
                 tree.trace.fail(f"{supervisor.path or '/'}: {name} waits for nothing")
+
+
+def _is_over_or_ready(children: dict[str, ChildState], name: str) -> bool:
+    child = children[name]
+    is_over = child.phase is ChildPhase.FAILED and not child.is_essential
+    return child.is_ready or is_over or child.phase is ChildPhase.SUCCEEDED
 
 
 def run_random_tree(seed: int) -> JobOutcome:
