@@ -24,7 +24,7 @@ MAX_FUNCTION_LINES = 50
 LONG_FUNCTIONS = {
     "store/wire.py RequestReader.read",  # the hot path of the server: one loop, no calls
 }
-SINGLE_IMPORTERS_MAX = 33
+SINGLE_IMPORTERS_MAX = 34
 ARROWS_MAX = 80
 
 OPTIONAL = CONFINED.keys()
@@ -48,7 +48,7 @@ LATE = {
 # What runs in workers, or in the processes that fork them, loads little before it runs.
 IN_WORKERS = ("worker.", "process.forkserver_main", "process.guardian_main")
 # Of weakref and multiprocessing.
-STANDARD_PRIVATES = {"_registry", "_config"}
+STANDARD_PRIVATES = {"_registry", "_config", "_children"}
 # A sentence names its subject, and a directory is called one (CONTRIBUTING.md, Prose).
 BANNED_WORDS = re.compile(
     r"\b(whoever|somebody|nobody|everybody|anybody|those who|told|heed(s|ed|ing)?|in vain"

@@ -585,7 +585,13 @@ class Agent:
     def _supervisor_of(self, child: str) -> tuple[SupervisorDriver, str]:
         """Return the supervisor that decides about a child, and the child's name there."""
         self._tracker(child)
-        return self._started_driver.supervisor_of(child)
+        driver = self._started_driver
+        if isinstance(driver, Driver):
+            raise SpecError("child", child, "must be of a job with children, and this job has none")
+        from elastic_aio.agent.supervisor_driver import SupervisorDriver
+
+        assert isinstance(driver, SupervisorDriver), "there is no other kind"
+        return driver.supervisor_of(child)
 
     @property
     def _started_driver(self) -> BaseDriver:

@@ -72,7 +72,7 @@ from elastic_aio.aio import (
     wait_shielded,
     wall_clock,
 )
-from elastic_aio.errors import HostError, SpawnError, SpecError
+from elastic_aio.errors import HostError, SpawnError
 from elastic_aio.events import JobFinished, JobStarted, LostJobFound, SignalForwarded
 from elastic_aio.logs.streams import LoggedStreams
 from elastic_aio.outcome import (
@@ -94,7 +94,6 @@ from elastic_aio.spec.stop import StopPlan
 from elastic_aio.status import JobStatus
 
 if TYPE_CHECKING:
-    from elastic_aio.agent.supervisor_driver import SupervisorDriver
     from elastic_aio.spec.group import AnySpec
     from elastic_aio.stacks import StackDump
 
@@ -198,10 +197,6 @@ class BaseDriver(ABC):
     @abstractmethod
     def at(self, path: str) -> BaseDriver | None:
         """Return the driver of the child at a path; None if it does not run."""
-
-    @abstractmethod
-    def supervisor_of(self, path: str) -> tuple[SupervisorDriver, str]:
-        """Return the supervisor that decides about a child, and the child's name there."""
 
     @property
     @abstractmethod
@@ -463,9 +458,6 @@ class Driver(BaseDriver):
 
     def at(self, path: str) -> BaseDriver | None:
         return self
-
-    def supervisor_of(self, path: str) -> tuple[SupervisorDriver, str]:
-        raise SpecError("child", path, "must be of a job with children, and this job has none")
 
     @property
     def ran_for(self) -> float:
