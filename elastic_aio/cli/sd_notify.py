@@ -79,11 +79,12 @@ class ServiceNotifier:
                 fields["EXTEND_TIMEOUT_USEC"] = str(_START_TIME_S * 1_000_000)
             case JobFinished():
                 fields = {"STOPPING": "1", "STATUS": text}
-            case StopRequested() if event.signal is not None:
+            case StopRequested() if event.signal is not None and not event.child:
                 fields["STOPPING"] = "1"
             case _ if self._status.is_ready and not self._has_been_ready:
                 self._has_been_ready = True
-                workers = counted(len(self._status.workers), "worker")
+                number = sum(len(leaf.workers) for leaf in self._status.leaves())
+                workers = counted(number, "worker")
                 fields |= {"READY": "1", "STATUS": f"running: {workers}"}
         self._send(fields)
 
