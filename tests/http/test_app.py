@@ -17,8 +17,9 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.types import ASGIApp
 
-from elastic_aio import Agent, JobState, LaunchSpec, event_from_json
+from elastic_aio import Agent, GroupSpec, JobState, LaunchSpec, LogSpec, event_from_json
 from elastic_aio import events as all_events
+from elastic_aio.agent.agent import driver_of
 from elastic_aio.events import JobFinished, JobStarted, Restarting, WorkerStarted
 from elastic_aio.http import app as app_module
 from elastic_aio.http import status_app
@@ -253,3 +254,24 @@ async def test_kept_events_leave_the_loop_to_others() -> None:
     noting[0].cancel()
     assert answer.text.count("data: ") == 1001
     assert turns > 1000 / 50
+
+
+async def test_the_pages_of_a_tree() -> None:
+    """Status and metrics have the children, and a log page the path of the child."""
+    say = ["sh", "-c", "echo I am $ROLE_NAME; exec sleep 99"]
+    leaf = LaunchSpec(say, logs=LogSpec(redirects=3))
+    async with Agent(GroupSpec({"a": leaf, "g": GroupSpec({"b": leaf})})) as agent:
+        app = status_app(agent)
+        await until_ready(agent)
+        status = (await ask(app, "/status")).json()
+        assert [child["child"] for child in status["children"]] == ["a", "g"]
+        metrics = (await ask(app, "/metrics")).text
+        assert 'elastic_aio_workers{child="g/b",state="running"} 1' in metrics
+        assert 'elastic_aio_workers{child="a",state="running"} 1' in metrics
+        await until(lambda: len([*driver_of(agent).logged]) == 4)
+        answer = await ask(app, "/logs/g/b/0/stdout")
+        while not answer.text:
+            answer = await ask(app, "/logs/g/b/0/stdout")
+        assert answer.text == "I am b\n"
+        assert (await ask(app, "/logs/x/0/stdout")).status_code == 404
+        assert (await ask(app, "/readyz")).status_code == 200
