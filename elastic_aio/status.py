@@ -317,11 +317,17 @@ class StatusTracker:
         }
 
     def has_started_after(self, before: Mapping[str, tuple[int, int]]) -> bool:
-        """Return whether all leaves run in a later start or attempt than `starts` has returned."""
-        now, never = self.starts(), (-1, -1)
-        return all(one.is_ready or one.has_ended for one in self.leaves()) and all(
-            now[path] > before.get(path, never) for path in now
-        )
+        """Return whether all leaves run in a later start or attempt than `starts` has returned.
+
+        Below this one, those that had ended may stay so.
+        """
+        for one in self.leaves():
+            start = one.job.generation, one.attempt
+            is_later = bool(one.workers) and start > before.get(one.job.child, (-1, -1))
+            is_over = one.has_ended and (is_later or one is not self)
+            if not is_over and not (one.is_ready and is_later):
+                return False
+        return True
 
     @property
     def is_ready(self) -> bool:
@@ -379,6 +385,8 @@ class StatusTracker:
             self._goodput = self._counted(time)
         self._counted_until = self._since = time
         self.phase = phase
+        if self.job.ready_since is not None and phase != "running":
+            self.job = replace(self.job, ready_since=None)
         for child in self.children.values() if phase in _FINAL else ():
             if not child.has_ended:  # it has ended with its supervisor
                 child.enter("stopped", time, reason)

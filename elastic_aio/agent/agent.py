@@ -290,8 +290,7 @@ class Agent:
         Otherwise the first byte makes the file of a captured stream.  For programs that open the
         paths of `WorkerStarted` and wait for more; `logs` does not need it.  Idempotent.
         """
-        for leaf in self._started_driver.leaves:
-            leaf.output.capture.make_files()
+        self._started_driver.make_log_files()
 
     async def wait(self) -> LaunchResult:
         """Wait for the end of the job and return its result.

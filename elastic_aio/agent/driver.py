@@ -203,6 +203,11 @@ class BaseDriver(ABC):
     def logged(self) -> LoggedStreams:
         """The log files of the workers."""
 
+    def make_log_files(self) -> None:
+        """Make the files of captured streams now, and of later workers' streams at their start."""
+        for leaf in self.leaves:
+            leaf.output.capture.make_files()
+
     @property
     @abstractmethod
     def ran_for(self) -> float:

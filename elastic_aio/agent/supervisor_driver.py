@@ -123,6 +123,8 @@ class TreeParts:
         self.host = host
         self.logged = LoggedStreams()
         self.make_rendezvous = make_rendezvous
+        self.makes_files = False
+        """Whether leaves make the files of captured streams at once."""
         self._logs = spec.logs
         self._spawner = spawner
         self._console = console
@@ -162,7 +164,7 @@ class TreeParts:
     def make_runtime(
         self, spec: LaunchSpec, nproc: int, log: EventWriter, place: LeafPlace, run_id: str
     ) -> LocalRuntime:
-        return LocalRuntime(
+        runtime = LocalRuntime(
             spec,
             run_id=run_id,
             host=self.host,
@@ -174,6 +176,9 @@ class TreeParts:
             adopt_orphans=self._adopts_orphans,
             place=place,
         )
+        if self.makes_files:
+            runtime.output.capture.make_files()
+        return runtime
 
     async def close(self) -> str | None:
         """Remove what is empty, and old runs; return the directory with logs, if one remains."""
@@ -370,6 +375,10 @@ class SupervisorDriver(BaseDriver):
         for start in [*self._starts.values()]:
             if start.is_open and start.driver is not None:
                 yield start.driver
+
+    def make_log_files(self) -> None:
+        self._parts.makes_files = True
+        super().make_log_files()
 
     def over(self, name: str) -> asyncio.Future[None]:
         """Return a future that is done when nothing of the present starts of a child is left."""

@@ -29,7 +29,7 @@ from elastic_aio import (
 from elastic_aio.child_events import ChildFinished, ChildLaunched, ReadinessChanged
 from elastic_aio.events import Event, JobFinished, JobStarted, StopRequested, WorkerStarted
 from elastic_aio.outcome import JobState
-from elastic_aio.spec.restart import RestartPolicy
+from elastic_aio.spec.restart import Backoff, RestartPolicy
 from tests.support.children import POLITE, SLEEPER, shell, until
 from tests.support.leaks import alive, open_descriptors, own_children
 from tests.support.restarts import AT_ONCE
@@ -259,6 +259,32 @@ async def test_a_child_is_stopped_and_started_by_request() -> None:
         assert agent.pids("a") == kept
         with pytest.raises(SpecError, match=r"^child: must be one of: a, b \(got 'x'\)$"):
             await agent.restart(child="x")
+
+
+async def test_a_restart_of_the_whole_leaves_out_what_was_stopped() -> None:
+    """All others run in a later attempt when it returns."""
+    async with Agent(GroupSpec({"a": leaf(), "b": leaf(), "c": leaf()})) as agent:
+        await until_all_run(agent)
+        await agent.stop(child="b")
+        before = {path: agent.pids(path) for path in ("a", "c")}
+        async with asyncio.timeout(30):
+            assert await agent.restart()
+        assert agent.children()["b"].phase == "stopped"
+        for path, pids in before.items():
+            assert agent.pids(path).keys() == pids.keys()
+            assert agent.pids(path) != pids
+
+
+async def test_a_child_that_restarts_is_not_ready_until_it_runs_again() -> None:
+    """Its status says so in between."""
+    script = "test $TORCHELASTIC_RESTART_COUNT = 0 || exec sleep 99; exec sleep 0.1"
+    spec = leaf(shell(script), restart=RestartPolicy(when="always", backoff=Backoff(at_once=0)))
+    async with Agent(GroupSpec({"a": spec, "b": leaf()})) as agent:
+        await until(lambda: agent.children()["a"].phase == "restarting")
+        assert agent.children()["a"].ready_since is None
+        assert agent.children()["b"].ready_since is not None
+        await until(lambda: agent.children()["a"].ready_since is not None)
+        assert agent.children()["a"].generation == 1
 
 
 async def test_a_group_that_fails_is_started_anew_by_its_parent(tmp_path: Path) -> None:
