@@ -600,6 +600,13 @@ class SupervisorDriver(BaseDriver):
             why = "the event loop is shutting down"
             self._end_start(effect, JobOutcome(JobState.STOPPED, why, 143))
 
+    def _on_defect(self, effect: Any, error: BaseException) -> None:
+        if isinstance(effect, StartChild):
+            start = self._starts.pop((effect.name, effect.generation), None)
+            if start is not None:
+                start.over.set_result(None)
+        super()._on_defect(effect, error)
+
     # ------------------------------------------------------- start of a child
 
     async def _start(self, start: _Start) -> None:

@@ -26,6 +26,8 @@ from elastic_aio import (
     StopPlan,
     launch,
 )
+from elastic_aio.agent.supervisor import SupervisorMachine
+from elastic_aio.agent.supervisor_driver import SupervisorDriver
 from elastic_aio.child_events import ChildFinished, ChildLaunched, ReadinessChanged
 from elastic_aio.events import Event, JobFinished, JobStarted, StopRequested, WorkerStarted
 from elastic_aio.outcome import JobState
@@ -344,6 +346,33 @@ async def test_a_cancelled_launch_leaves_nothing(turns: int) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert own_children() == before
+
+
+async def test_a_defect_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the start of a child, deep in a tree, or of the state machine: it is raised."""
+    before = own_children()
+    make = SupervisorDriver._make_leaf
+
+    def make_leaf(self: Any, spec: LaunchSpec, start: Any, *rest: Any) -> Any:
+        if start.effect.name == "bad":
+            raise RuntimeError("a defect")
+        return make(self, spec, start, *rest)
+
+    monkeypatch.setattr(SupervisorDriver, "_make_leaf", make_leaf)
+    after = {"bad": ["a"]}
+    group = GroupSpec({"a": leaf(), "bad": leaf()}, after=after)
+    for spec in (group, GroupSpec({"x": leaf(), "group": group})):
+        with pytest.raises(RuntimeError, match="a defect"):
+            await launch(spec)
+        assert own_children() == before
+    async with Agent(GroupSpec({"a": leaf(), "b": GroupSpec({"c": leaf()})})) as agent:
+        await until_all_run(agent)
+        pids = [*agent.pids("a").values(), *agent.pids("b").values()]
+        monkeypatch.setattr(SupervisorMachine, "handle", make_leaf)
+        agent.preempt()
+        with pytest.raises(AttributeError):
+            await agent.wait()
+        assert not any(map(alive, pids))
 
 
 async def test_a_child_that_cannot_be_opened_is_an_error_of_the_job(tmp_path: Path) -> None:
