@@ -158,8 +158,9 @@ class BaseDriver(ABC):
         self.outcome: JobOutcome | None = None
         self.result: LaunchResult | None = None
         self.error: BaseException | None = None
-        self.refusal: BaseException | None = None
-        """Of a tree: the last error with which a child could not be opened, or has ended."""
+        self.refusal: tuple[BaseException, str] | None = None
+        """Of a tree: the last error with which a child could not be opened, or has ended, and the
+        reason of that end."""
         self.is_left = False
         self.finds_lost_jobs = False
         self.on_shutdown: Callable[[], None] | None = None

@@ -620,7 +620,7 @@ class SupervisorDriver(BaseDriver):
             await start.driver.open()
         except (SpecError, HostError, SpawnError) as error:
             is_wrong = isinstance(error, SpecError)
-            self.refusal = error
+            self.refusal = error, str(error)
             outcome = JobOutcome(JobState.FAILED, str(error), 2 if is_wrong else 1)
             self._end_start(effect, outcome, is_permanent=is_wrong)
             return
@@ -739,7 +739,8 @@ class SupervisorDriver(BaseDriver):
             outcome = JobOutcome(JobState.FAILED, f"internal error: {driver.error!r}", 1)
         else:
             self._note_result(effect.name, result)
-        self.refusal = driver.error or driver.refusal or self.refusal
+        own = None if driver.error is None else (driver.error, outcome.why)
+        self.refusal = own or driver.refusal or self.refusal
         is_changed = isinstance(driver, SupervisorDriver) and driver.spec != effect.spec
         ended = ChildEnded(
             effect.name,
@@ -786,8 +787,8 @@ class SupervisorDriver(BaseDriver):
         )
         self.result = self._with_children(result)
         self.error = effect.error
-        if is_outermost and self.refusal is not None and str(self.refusal) in outcome.why:
-            self.error = self.error or self.refusal
+        if is_outermost and self.refusal is not None and self.refusal[1] in outcome.why:
+            self.error = self.error or self.refusal[0]
         self.outcome = outcome
         self._event_log.append(
             JobFinished(

@@ -348,6 +348,18 @@ async def test_a_cancelled_launch_leaves_nothing(turns: int) -> None:
     assert own_children() == before
 
 
+async def test_an_error_of_a_callback_is_raised() -> None:
+    """As a job alone raises it; the other children are stopped."""
+
+    def decide(_: object) -> Any:
+        raise KeyError("what to do")
+
+    policy = RestartPolicy(decide=decide)
+    bad = leaf(shell("exit 3"), max_restarts=1, restart=policy)
+    with pytest.raises(KeyError, match="what to do"):
+        await launch(GroupSpec({"a": leaf(), "group": GroupSpec({"bad": bad})}))
+
+
 async def test_a_defect_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the start of a child, deep in a tree, or of the state machine: it is raised."""
     before = own_children()
