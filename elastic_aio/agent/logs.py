@@ -114,7 +114,8 @@ class JobOutput:
         self._publish = publish
         self.capture = Capture()
         self._place = place
-        self.logged = LoggedStreams() if place is None else place.logged
+        self._child = "" if place is None else place.path
+        self.logged = LoggedStreams()
         self._on_pipes = on_pipes
         self._may_capture = may_capture and spec.logs.capture
         self._console_target = console
@@ -153,8 +154,7 @@ class JobOutput:
 
     async def aclose(self) -> None:
         """Show the rest while the console takes anything, and close the console.  Idempotent."""
-        if self._place is None:
-            self.logged.close()
+        self.logged.close()
         if self._feeder is not None:
             await self._feeder.aclose()
         if self._tee is not None:
@@ -300,10 +300,12 @@ class JobOutput:
                             name if len(plans) == 2 else "output",
                             plan.path,
                             plan.is_shown,
-                            child="" if self._place is None else self._place.path,
+                            child=self._child,
                         )
                         self._follow(plan, logged, relay, fields, logs.prefix)
                         self.logged.add(logged)
+                        if self._place is not None:
+                            self._place.logged.add(logged)
             except OSError as error:
                 raise _log_error(error) from error
             yield streams.descriptors
@@ -312,7 +314,9 @@ class JobOutput:
         """Note that the logs of an attempt grow no more: their rest is shown.  Idempotent."""
         if self._tee is not None:
             self._tee.finish(self._tokens.pop(attempt, []))
-        self.logged.complete(attempt, "" if self._place is None else self._place.path)
+        self.logged.complete(attempt, self._child)
+        if self._place is not None:
+            self._place.logged.complete(attempt, self._child)
         for directory in self._directories.pop(attempt, set()):
             if is_full(directory):
                 self._report_full_disk(attempt, directory, os.strerror(errno.ENOSPC).lower())

@@ -396,6 +396,17 @@ async def test_a_child_that_cannot_be_opened_is_an_error_of_the_job(tmp_path: Pa
             await launch(spec)
 
 
+async def test_a_callback_gets_each_line_once() -> None:
+    """Of all children, also of one that starts anew."""
+    shown: list[tuple[str, str]] = []
+    say = shell("echo $ROLE_NAME $TORCHELASTIC_RESTART_COUNT")
+    again = shell(f"{say[-1]}; exit $((1 - TORCHELASTIC_RESTART_COUNT))")
+    children = {"a": leaf(say), "b": leaf(again, max_restarts=1, restart=AT_ONCE)}
+    spec = GroupSpec(children, strategy="rest_for_one", logs=LogSpec(tee=3))
+    await launch(spec, console=lambda line: shown.append((line.child, line.text)))
+    assert sorted(shown) == [("a", "a 0"), ("b", "b 0"), ("b", "b 1")]
+
+
 async def test_lines_of_children_are_read(tmp_path: Path) -> None:
     """Of the whole tree, or below a child; each line names its child."""
     say = shell("echo I am $ROLE_NAME")
