@@ -717,6 +717,7 @@ class SupervisorMachine:
             self._on_present_ended(child, ended)
         if not child.is_live:
             self._live.discard(child.name)
+            self._swept.discard(child.name)
             if child.fate is not None:
                 self._settle(child)
         self._note_replaced(child)
@@ -805,10 +806,21 @@ class SupervisorMachine:
         for name in order:
             if name != child.name:
                 self._sweep(self._children[name], f"{self._label(child)} restarts")
+            elif child.is_live:  # its former worker, which was replaced
+                self._swept.add(name)
+
+    def _stop_and_start(self, child: _Child, reason: str) -> None:
+        """Have a child that runs stopped and started again, and others with it."""
+        if self._group.strategy == "one_for_one":
+            self._set_fate(child, _Fate.RESTART, StopReceived(reason))
+        else:
+            self._sweep(child, reason)
+            self._sweep_with(child)
 
     def _sweep(self, child: _Child, reason: str) -> None:
-        if child.is_up:
+        if child.is_live:
             self._swept.add(child.name)
+        if child.is_up:
             self._set_fate(child, _Fate.SWEEP, StopReceived(reason))
         elif child.phase is ChildPhase.SUCCEEDED and child.when != "never" and not child.is_kept:
             self._schedule(child)
@@ -876,7 +888,6 @@ class SupervisorMachine:
         """Go on with a child that was to be stopped, and of which nothing is left."""
         fate, child.fate = child.fate, None
         self._to_stop.pop(child.name, None)
-        self._swept.discard(child.name)
         if fate in (_Fate.RESTART, _Fate.SWEEP):
             self._schedule(child)
         elif fate is _Fate.REMOVE:
@@ -1035,8 +1046,7 @@ class SupervisorMachine:
             self._emit(RestartChild(child.name, child.generation, reason))
         else:
             self._announce(child, reason)
-            self._sweep(child, reason)
-            self._sweep_with(child)
+            self._stop_and_start(child, reason)
 
     def _on_restart_received(self, reason: str) -> None:
         if self._is_ending:
@@ -1065,11 +1075,8 @@ class SupervisorMachine:
         else:
             if spec is not None:
                 child.adopt(spec, self._budget_of(spec))
-            if is_live and self._group.strategy == "one_for_one":
-                self._set_fate(child, _Fate.RESTART, StopReceived(RELOADED))
-            elif is_live:
-                self._sweep(child, RELOADED)
-                self._sweep_with(child)
+            if is_live:
+                self._stop_and_start(child, RELOADED)
             elif child.phase is ChildPhase.BACKING_OFF:
                 self._schedule(child)
 
@@ -1194,7 +1201,7 @@ class SupervisorMachine:
         self._retire_new(child, FAILED_RELOAD)
         self._disarm(child)
         if reload.awaited == child.generation and not has_ended:  # the old one has ended before
-            self._set_fate(child, _Fate.RESTART, StopReceived(FAILED_RELOAD))
+            self._stop_and_start(child, FAILED_RELOAD)
 
     def _drop_new(self, child: _Child) -> None:
         """Stop the replacement of a worker that is itself to be stopped."""

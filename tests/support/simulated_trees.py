@@ -443,7 +443,7 @@ class TreeRules:
         self._stop: StopReceived | None = None
         self._notice: PreemptionReceived | None = None
         self._is_killed = False
-        self._has_reload = False
+        self._has_reload = self._ends_reload = False
 
     @property
     def _group(self) -> GroupSpec:
@@ -485,6 +485,8 @@ class TreeRules:
         swept = {*self._must_end}
         self._note(received)
         self._note_exhausted(received, effects, swept)
+        events = [getattr(one, "event", None) for one in effects]
+        self._ends_reload = any(isinstance(one, ReloadFailed | ReloadFinished) for one in events)
         for effect in effects:
             match effect:
                 case StartChild():
@@ -495,11 +497,13 @@ class TreeRules:
                     self._check_event(name, event, received, effects)
                 case Finish(outcome):
                     self._check_outcome(outcome)
-        if any(
-            isinstance(one, Publish) and isinstance(one.event, ReloadFinished) for one in effects
-        ):
+        if any(isinstance(one, ReloadFinished) for one in events):
             self._check_reloaded()
         live = {(name, one) for name, found in self._live.items() for one in found}
+        if received is self._notice:
+            found = {(one.name, one.generation) for one in effects if isinstance(one, PreemptChild)}
+            if live - self._stopping - found - swept - self._requested:
+                self._fail(f"{live - self._stopping - found} have no notice")
         if isinstance(received, StopReceived) and self._is_killed and live - self._stopping:
             self._fail(f"{live - self._stopping} are not killed at once")
 
@@ -628,6 +632,10 @@ class TreeRules:
                 self._fail(f"{key} is replaced by {others[0]}, which is not ready")
         if stop.generation != min(live):
             return  # a replacement
+        is_asked = self._is_ending or name in self._held or key in self._must_end | self._requested
+        may_end = self._may_be_complete or self._may_be_exhausted or self._ends_reload
+        if not (is_asked or others or may_end):
+            self._fail(f"{key} is stopped without a reason")
         for other in self._dependents(name):
             for one in self._live.get(other, ()):
                 if self._is_ending or (other, one) in self._must_end:
@@ -646,8 +654,10 @@ class TreeRules:
                     self._begin_sweep(name)
             case ChildFinished():
                 self._check_finished(name, event)
-            case ReloadFailed() if isinstance(received, ChildResult | TimerElapsed):
-                if received.name == name:
+            case ReloadFailed():
+                self._requested |= {(one, g) for one, live in self._live.items() for g in live}
+                is_own = isinstance(received, ChildResult | TimerElapsed)
+                if is_own and received.name == name:
                     self._check_failed_reload(received, effects)
 
     def _check_restart(self, ended: ChildEnded) -> None:
