@@ -436,6 +436,8 @@ class _Reload(Struct):
     version: int
     child: AnySpec
     """The new spec of each."""
+    number: int
+    """How many there are in the end."""
     current: str | None = None
     """Whose worker is being replaced."""
     awaited: int | None = None
@@ -1085,7 +1087,8 @@ class SupervisorMachine:
         if (child := template_of(target)) is not None and template_of(self.spec) is not None:
             self._fail_reload("another reload was requested")
             self._version += 1
-            self._reload = _Reload(target, self._version, child)
+            number = len(group_of(target).children)
+            self._reload = _Reload(target, self._version, child, number)
         elif spec is None:
             for one in self._members:
                 self._reload_child(one, None)
@@ -1117,6 +1120,7 @@ class SupervisorMachine:
         if self._reload is not None:
             self._reload.spec = scaled_to(self._reload.spec, number)
             self._reload.child = template_of(self._reload.spec) or self._reload.child
+            self._reload.number = number
         self._take_members(spec, f"scaled to {counted(number, 'worker')}")
         for child in self._members if isinstance(spec, LaunchSpec) else ():
             child.take(scaled_to(child.spec, number))
@@ -1128,7 +1132,7 @@ class SupervisorMachine:
         reload = self._reload
         if reload is None or reload.current is not None or self._holds_starts:
             return
-        for child in self._members:
+        for child in self._members[: reload.number]:
             if child.version != reload.version and child.is_up and child.fate is None:
                 if child.retiring:
                     return  # of the replacement that a former reload has given up
@@ -1146,10 +1150,9 @@ class SupervisorMachine:
                 child.adopt(reload.child, self._budget_of(reload.child), reload.version)
                 if child.phase is ChildPhase.BACKING_OFF:
                     self._schedule(child)
-        number = len(group_of(reload.spec).children)
         self._emit(Publish(ReloadFinished(replaced=reload.replaced)))
         self.spec = reload.spec
-        self._scale(number)
+        self._scale(reload.number)
 
     def _awaits(self, child: _Child, generation: int) -> bool:
         reload = self._reload

@@ -1018,6 +1018,14 @@ def test_a_reload_changes_the_number_of_workers_too() -> None:
     assert play.end("0", None, 0) == "+1"
 
 
+def test_workers_that_a_reload_removes_are_not_replaced() -> None:
+    play = started(workers(3))
+    play(ReloadReceived("", workers(1, env={"VERSION": "2"})))
+    play(ChildStarted("0", 1))
+    play.elapse("0")
+    assert play.end("0", None, 0) == "-1, -2"
+
+
 def test_a_stop_ends_a_reload() -> None:
     play = reloading()
     assert play(StopReceived("why")) == "-01, disarm 0, -0, -1"

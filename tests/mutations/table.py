@@ -1461,10 +1461,8 @@ MUTATIONS: Final = (
     Mutation(
         "no-wait-for-stopped",
         "agent/supervisor.py",
-        "            self._swept.add(child.name)\n            self._set_fate",
-        "            if child.fate is None:\n"
-        "                self._swept.add(child.name)\n"
-        "            self._set_fate",
+        "        if child.is_live:\n            self._swept.add(child.name)\n",
+        "        if child.is_live and child.fate is None:\n            self._swept.add(child.name)\n",
         "a common restart waits for a child too that is stopped by request",
         _SUPERVISOR + "test_a_restart_waits_for_a_child_that_is_being_stopped",
     ),

@@ -679,7 +679,8 @@ class TreeRules:
         stops = [one for one in effects if isinstance(one, StopChild)]
         stopped = {one.generation for one in stops if one.name == name}
         has_ended = isinstance(received, ChildEnded)
-        if not has_ended and live and max(live) not in stopped:
+        is_alone = self._group.strategy == "one_for_one"  # else others are stopped before it
+        if is_alone and not has_ended and live and max(live) not in stopped:
             self._fail(f"{name} keeps a new worker that has failed")
         if stopped & {min(live, default=-1)} and (has_ended or len(live) > 1):
             self._fail(f"{name} is stopped, and its replacement has failed")
@@ -719,6 +720,7 @@ class TreeRules:
     def _check_reloaded(self) -> None:
         """Each worker that runs, and is not stopped, has the new spec."""
         children = self._supervisor.machine.children
+        self._requested |= {(one, g) for one, live in self._live.items() for g in live}
         for name, live in self._live.items():
             for generation, start in live.items():
                 is_new = name not in children or start.spec.name == self._group.children[name].name
