@@ -1462,7 +1462,8 @@ MUTATIONS: Final = (
         "no-wait-for-stopped",
         "agent/supervisor.py",
         "        if child.is_live:\n            self._swept.add(child.name)\n",
-        "        if child.is_live and child.fate is None:\n            self._swept.add(child.name)\n",
+        "        if child.is_live and child.fate is None:\n"
+        "            self._swept.add(child.name)\n",
         "a common restart waits for a child too that is stopped by request",
         _SUPERVISOR + "test_a_restart_waits_for_a_child_that_is_being_stopped",
     ),
