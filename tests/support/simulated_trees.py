@@ -499,6 +499,7 @@ class TreeRules:
                     self._check_outcome(outcome)
         if any(isinstance(one, ReloadFinished) for one in events):
             self._check_reloaded()
+        self._held &= self._group.children.keys()  # others were removed
         live = {(name, one) for name, found in self._live.items() for one in found}
         if received is self._notice:
             found = {(one.name, one.generation) for one in effects if isinstance(one, PreemptChild)}
