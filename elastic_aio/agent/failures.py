@@ -148,7 +148,7 @@ async def collect_failures(
     culprits: dict[int, WorkerRecord] = {}  # by order
     # The counters explain nothing else.
     may_be_oom = any(worker.status.shell_code == _KILLED for worker in workers)
-    oom_kills = oom_before.kills_until(OomCounts.read()) if may_be_oom else ""
+    oom_kills = oom_before.kills_until(OomCounts.read(oom_before.cgroup)) if may_be_oom else ""
     notes = tuple(f"the store of the workers dropped a client: it {why}" for why in store_refusals)
     for worker in workers:
         of_call, problem = _end_of(results.get(worker.ranks.local_rank))
@@ -467,13 +467,18 @@ class OomCounts(Struct, frozen=True):
 
     group: int | None = None  # this control group and those below it
     host: int | None = None
+    cgroup: str = ""  # directory of the workers' own one; empty without one
+    workers: int | None = None  # in that
 
     @classmethod
-    def read(cls) -> OomCounts:
-        return cls(_group_count(), _count("/proc/vmstat"))
+    def read(cls, cgroup: str = "") -> OomCounts:
+        workers = _count(os.path.join(cgroup, "memory.events")) if cgroup else None
+        return cls(_group_count(), _count("/proc/vmstat"), cgroup, workers)
 
     def kills_until(self, later: OomCounts) -> str:
         """Return what was killed between this time and a later one; empty if nothing was."""
+        if later.workers is not None and later.workers > (self.workers or 0):
+            return "killed by the memory limit of its cgroup"
         for what, before, after in (
             ("this control group", self.group, later.group),
             ("this host", self.host, later.host),

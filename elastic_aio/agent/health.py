@@ -10,6 +10,7 @@ from io import FileIO
 from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.aio import run_shielded
 from elastic_aio.errors import HostError, SpawnError
+from elastic_aio.process.children import Child
 from elastic_aio.spec.stop import StopPlan
 from elastic_aio.text import error_reason, one_line
 
@@ -50,6 +51,12 @@ class _Output:
         self._reader.close()
 
 
+async def _start(runtime: LocalRuntime, command: str, output: int) -> Child:
+    child = await runtime.start_command(("/bin/sh", "-c", command), output)
+    runtime.tree.add(child)
+    return child
+
+
 async def check_health(runtime: LocalRuntime, command: str, timeout: float) -> str:
     """Run a command of the shell; return why this host is not fit, in one line, empty if it is.
 
@@ -62,7 +69,7 @@ async def check_health(runtime: LocalRuntime, command: str, timeout: float) -> s
         with closing(_Output()) as output:
             try:
                 writer = output.writer.fileno()
-                child = await run_shielded(lambda: runtime.start_command(command, writer))
+                child = await run_shielded(lambda: _start(runtime, command, writer))
                 output.writer.close()
                 has_ended = await runtime.clock.wait_for(child.exited, seconds=timeout)
             finally:

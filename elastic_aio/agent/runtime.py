@@ -9,8 +9,9 @@ The order of closing
 killed between any two steps, and a cancelled close is called again, so no step may release what a
 later step, or the guardian in place of this process, needs:
 
-1. The stores of reserved master ports are closed first: no worker connects any more, another job
-   may want the ports, and the next step can take seconds.  So is the pipe of the timers.
+1. The stores of reserved master ports are closed first, and the sockets that workers have
+   inherited: no worker connects any more, another job may want the ports, and the next step can
+   take seconds.  So is the pipe of the timers.
 2. The tee drains: what the workers wrote is shown to the end, unless the console takes nothing for
    5 s.  The guardian still runs, so a kill of this process in these seconds leaves neither the fork
    server nor a survivor behind.
@@ -21,7 +22,8 @@ later step, or the guardian in place of this process, needs:
    results of functions.  The group has read the results by now.
 6. The guardian exits.  It has to outlive the fork server, which it would otherwise not kill if this
    process were killed between the two steps.
-7. The tree is closed: a survivor that exits later must not write to the session list.  Orphans are
+7. The cgroup of the workers is removed, which is empty unless a process could not be killed.  The
+   tree is closed: a survivor that exits later must not write to the session list.  Orphans are
    adopted until here, so that the last orphans are found and reaped.
 8. The session list and the standard streams are closed.  The guardian (and its replacement, if it
    is being started) inherits the list, so it is open for as long as a guardian runs.
@@ -36,7 +38,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -98,7 +100,9 @@ from elastic_aio.worker.context import (
 if TYPE_CHECKING:
     from elastic_aio.agent.failures import WorkerRecord
     from elastic_aio.agent.leaf import LeafPlace
+    from elastic_aio.agent.worker_setup import WorkerSetup
     from elastic_aio.logs.paths import WorkerLogs
+    from elastic_aio.process.listeners import Listeners
 
 
 # Seconds that the removal of old runs may take at the end: a file server may be gone.
@@ -126,12 +130,14 @@ class LocalRuntime:
         bare: BareOptions | None = None,
         adopt_orphans: bool = False,
         place: LeafPlace | None = None,
+        listeners: Listeners | None = None,
     ) -> None:
         """Prepare; nothing is opened before `open`.
 
         `publish_later` is called with a function that makes an event of this time (see `EventLog`);
         None: the event is made at once.  `bare` is of a bare group, which has no master port.
-        `place` is of a leaf in a tree.
+        `place` is of a leaf in a tree.  `listeners` are the sockets of the spec, which the caller
+        has opened, and closes; None: they are opened here.
         """
         self.spec = spec
         self.run_id = run_id
@@ -166,6 +172,8 @@ class LocalRuntime:
         self._loading: asyncio.Task[None] | None = None
         self.job: GuardedJob | None = None
         self._streams: StandardStreams | None = None
+        self._listeners = listeners
+        self._setup: WorkerSetup | None = None
         self._cpus: list[frozenset[int]] = []
         self._common_env: _CommonEnv | None = None  # of the present attempt
 
@@ -176,6 +184,11 @@ class LocalRuntime:
     def tree(self) -> ProcessTree:
         assert self._tree is not None, "open() comes first"
         return self._tree
+
+    @property
+    def cgroup(self) -> str:
+        """The directory of the cgroup of the workers; empty without one."""
+        return "" if self._setup is None else self._setup.cgroup
 
     # --------------------------------------------------------- open and close
 
@@ -197,14 +210,25 @@ class LocalRuntime:
         self.entrypoint.check()
         worker = None if self.place is None else self.place.worker
         self._cpus = worker_cpus(self.spec, worker.local_world_size if worker else self.nproc)
+        further = 0
+        if self.spec.sockets or self.spec.limits is not None:
+            from elastic_aio.agent.worker_setup import WorkerSetup  # few jobs have one
+
+            self._setup = WorkerSetup(self.spec, self.nproc, self._listeners)
+            further = self._setup.descriptors
         try:
-            self._reserved = limit.reserve(self.nproc, self.entrypoint.descriptors_each)
+            each = self.entrypoint.descriptors_each
+            self._reserved = limit.reserve(self.nproc, each, further=further)
             self._streams = StandardStreams()
         except OSError as error:
             raise HostError(f"cannot start a job here: {error_reason(error)}") from error
+        if self._setup is not None:
+            await self._setup.open()
         early = take_early()
         job = self.job = GuardedJob.create() if early is None else early.job
         self._tree = ProcessTree(job.marker, self.clock, job.session_list, since=job.since)
+        if self._setup is not None:
+            self._tree.on_kill = self._setup.kill
         self._guardian = Guardian(
             job,
             self.spec.stop,
@@ -250,12 +274,16 @@ class LocalRuntime:
         if self._loading is not None:
             await cancel_and_wait([self._loading])
         await self.master_ports.aclose()
+        if self._setup is not None:
+            self._setup.close_sockets()
         await self.liveness.aclose()
         await self.output.aclose()
         await self._close_fork_server()
         await self.entrypoint.aclose()
         if self._guardian is not None:
             await self._guardian.aclose()
+        if self._setup is not None:
+            await self._setup.aclose()
         if self._tree is not None:
             await self._tree.aclose()
         if self.job is not None:
@@ -292,6 +320,8 @@ class LocalRuntime:
         """Stop every process; return those that survive SIGKILL.  Idempotent."""
         async with self.liveness.stopping(plan):
             survivors = await self.tree.stop(plan, self._on_escalated)
+        if self._setup is not None:
+            self._setup.kill()  # what no scan has found
         if survivors and self._guardian is not None and await self._guardian.end_job():
             survivors = await self.tree.wait_reaped(plan.reap_timeout)
         for survivor in survivors:
@@ -434,20 +464,31 @@ class LocalRuntime:
             call=command.call,
             cpus=self._cpus[local_rank] if self._cpus else frozenset(),
         )
-        if not self.entrypoint.uses_forkserver:
-            child_spec = _with_original_limit(child_spec)
-        return await self.entrypoint.spawner(child_spec)
+        if self._setup is not None:
+            spawn = partial(self._spawn_within_limit, self.entrypoint.spawner)
+            return await self._setup.spawn_worker(spawn, child_spec, local_rank)
+        if self.entrypoint.uses_forkserver:
+            return await self.entrypoint.spawner(child_spec)
+        return await self._spawn_within_limit(self.entrypoint.spawner, child_spec)
 
-    async def start_command(self, command: str, output: int) -> Child:
-        """Start a command of the shell, which writes to `output`, or raise SpawnError.
+    async def _spawn_within_limit(self, spawner: Spawner, child_spec: ChildSpec) -> Child:
+        return await spawner(_with_original_limit(child_spec))
 
-        A stop of the workers ends it too.
+    async def start_command(
+        self, argv: Sequence[str], output: int, own_env: Mapping[str, str] = {}
+    ) -> Child:
+        """Start a command, which writes to `output` and has variables of its own.
+
+        Raises SpawnError.  A stop of the workers ends it too.
         """
         null = self._standard_streams.null
-        env = worker_env(self.spec, self.nproc, {self.tree.marker: marker_value()})
-        argv = ("/bin/sh", "-c", command)
-        child_spec = ChildSpec(argv, env, self.spec.cwd, null, output, output)
-        child = await self.entrypoint.command_spawner(_with_original_limit(child_spec))
+        env = worker_env(self.spec, self.nproc, {**own_env, self.tree.marker: marker_value()})
+        child_spec = ChildSpec(tuple(argv), env, self.spec.cwd, null, output, output)
+        spawn = partial(self._spawn_within_limit, self.entrypoint.command_spawner)
+        if self._setup is not None:
+            child = await self._setup.spawn_command(spawn, child_spec)
+        else:
+            child = await spawn(child_spec)
         self.tree.add(child)
         return child
 

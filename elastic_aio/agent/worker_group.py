@@ -95,7 +95,7 @@ class WorkerGroup:
         self._master = master
         self._log_dir = runtime.begin_attempt(attempt, self.records)
         self._began, self._began_at = time.monotonic(), time.time()
-        self._oom_before = OomCounts.read()
+        self._oom_before = OomCounts.read(runtime.cgroup)
         self._starting: asyncio.Task[None] | None = None
         self._preparing: asyncio.Task[None] | None = None
         self._is_abandoned = False

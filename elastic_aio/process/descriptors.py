@@ -39,17 +39,17 @@ class DescriptorLimit:
     _reserved = 0  # by all jobs
     _outside = 0  # open descriptors of no job, as far as they are known
 
-    def reserve(self, workers: int, each: int = _PER_WORKER) -> int:
+    def reserve(self, workers: int, each: int = _PER_WORKER, *, further: int = 0) -> int:
         """Raise the limit for a job, if need be; `release` must follow.
 
-        Each worker takes `each` descriptors.  Returns how many are reserved.
+        Each worker takes `each` descriptors, the job `further`.  Returns how many are reserved.
 
         Raises:
             HostError: the hard limit is too low.  A supervisor without descriptors
                 could not find the processes that it has to stop.
         """
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        reserved = self._reserved + workers * each + _BASE
+        reserved = self._reserved + workers * each + _BASE + further
         # At most: the other jobs may not have opened all that they have reserved.
         self._outside = max(self._outside, _count_open(soft) - self._reserved)
         needed = self._outside + reserved

@@ -127,6 +127,9 @@ class ProcessTree:
         self._reserve: list[int] = []
         self._keep_descriptors()
         self.orphans = Orphans()
+        self.on_kill: Callable[[], object] = bool
+        """Called in the last step of a stop, when the leaders have had SIGKILL: a cgroup can kill
+        what no scan would find."""
         sessions = self._listed.sessions
         adopters = self.orphans.adopters
         self._scanner = scanner or Scanner(self._marker, self._since, sessions, adopters)
@@ -412,6 +415,8 @@ class ProcessTree:
         early = (never if is_last else self._must_kill, until or never)
         with watches or _Watches() as watches:
             await self._signal_leaders(number, watches, is_ordered)
+            if is_last:
+                self.on_kill()
             if is_ordered and watches.leaders:
                 # Most end at once: a scan would only take a processor from them.
                 ended = when_all_done(leader.exited for _, leader in self._running())

@@ -1,0 +1,186 @@
+"""The listening sockets of a job: bound once, inherited by its workers, closed at the end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+from collections.abc import Sequence
+from contextlib import suppress
+
+from elastic_aio.aio import run_in_thread
+from elastic_aio.errors import HostError, SpecError
+from elastic_aio.process.exec_main import FIRST
+from elastic_aio.sockets import BACKLOG, port_owner, without_idna
+from elastic_aio.spec.sockets import SocketSpec
+from elastic_aio.text import error_reason
+
+_LACK = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
+_Address = tuple[socket.AddressFamily, tuple[object, ...]]
+
+
+class Listeners:
+    """The sockets of one leaf; must be closed.
+
+    Workers get them from number 3 on, so those numbers are kept free of other descriptors that a
+    worker inherits under their own numbers.
+    """
+
+    def __init__(self, specs: Sequence[SocketSpec]) -> None:
+        """Prepare; nothing is bound before `open`."""
+        self._specs = specs
+        self._shared: dict[SocketSpec, socket.socket] = {}
+        self._own: dict[tuple[SocketSpec, int], socket.socket] = {}  # by local rank too
+        self._addresses: dict[SocketSpec, _Address] = {}
+        self._paths: list[tuple[str, os.stat_result]] = []
+        self._kept: list[int] = []
+
+    def __repr__(self) -> str:
+        return f"<Listeners at {', '.join(spec.address for spec in self._specs)}>"
+
+    @property
+    def names(self) -> str:
+        """The value of `LISTEN_FDNAMES`."""
+        return ":".join(spec.name or "unknown" for spec in self._specs)
+
+    async def open(self, nproc: int) -> None:
+        """Bind all sockets of so many workers, which listen from now on.
+
+        Cancellation: nothing is left open.
+
+        Raises:
+            SpecError: an address is in use, or is none of this host.
+            HostError: no descriptor is left.
+        """
+        try:
+            self._keep_numbers()
+            for spec in self._specs:
+                await self._open(spec, nproc)
+        except BaseException:  # a cancellation too
+            self.close()
+            raise
+
+    async def _open(self, spec: SocketSpec, nproc: int) -> None:
+        try:
+            if spec.path is not None:
+                self._shared[spec] = self._bind_path(spec.path)
+                return
+            host, port = spec.host_port
+            self._addresses[spec] = await _resolve(host, port)
+            if spec.reuse_port:
+                for local_rank in range(nproc):
+                    self._own[spec, local_rank] = self._bind(spec)
+            else:
+                self._shared[spec] = self._bind(spec)
+        except UnicodeError as error:  # IDNA refuses the name
+            raise SpecError("sockets", spec.address, f"cannot be bound: {error}") from error
+        except OSError as error:
+            raise await _refusal(spec, error) from error
+
+    def descriptors(self, local_rank: int) -> tuple[int, ...]:
+        """Return the sockets of a worker, in their order, or raise OSError.
+
+        A worker beyond those of `open` gets sockets of its own now, where each worker has them.
+        """
+        return tuple(self._socket(spec, local_rank).fileno() for spec in self._specs)
+
+    def _socket(self, spec: SocketSpec, local_rank: int) -> socket.socket:
+        if not spec.reuse_port:
+            return self._shared[spec]
+        if (spec, local_rank) not in self._own:
+            self._own[spec, local_rank] = self._bind(spec)
+        return self._own[spec, local_rank]
+
+    def _bind(self, spec: SocketSpec) -> socket.socket:
+        family, address = self._addresses[spec]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if spec.reuse_port:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, address[0] != "::")
+            sock.bind(address)
+            sock.listen(BACKLOG)
+        except BaseException:  # it does not stay open
+            sock.close()
+            raise
+        return sock
+
+    def _bind_path(self, path: str) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            try:
+                sock.bind(path)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or not _is_stale(path):
+                    raise
+                os.unlink(path)
+                sock.bind(path)
+            self._paths.append((path, os.stat(path)))
+            sock.listen(BACKLOG)
+        except BaseException:  # it does not stay open
+            sock.close()
+            raise
+        return sock
+
+    def _keep_numbers(self) -> None:
+        """Occupy the numbers that sockets have in a worker, as far as they are free here."""
+        end = FIRST + len(self._specs)
+        try:
+            while not self._kept or self._kept[-1] < end:
+                self._kept.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            raise HostError(f"cannot open the sockets: {error_reason(error)}") from error
+        os.close(self._kept.pop())
+
+    def close(self) -> None:
+        """Close all sockets, and remove the paths that are still theirs.  Idempotent."""
+        for sock in (*self._shared.values(), *self._own.values()):
+            sock.close()
+        self._shared.clear()
+        self._own.clear()
+        while self._paths:
+            path, made = self._paths.pop()
+            with suppress(OSError):  # it was removed
+                if os.path.samestat(os.stat(path), made):
+                    os.unlink(path)
+        while self._kept:
+            os.close(self._kept.pop())
+
+
+def _is_stale(path: str) -> bool:
+    """Return whether a path is a socket at which no process listens."""
+    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.setblocking(False)
+        return client.connect_ex(path) == errno.ECONNREFUSED
+
+
+async def _resolve(host: str | None, port: int) -> _Address:
+    """Return the address of a host, an IPv4 one if it has one; None is all addresses."""
+    if host is None:
+        if socket.has_dualstack_ipv6():
+            return socket.AF_INET6, ("::", port)
+        return socket.AF_INET, ("0.0.0.0", port)
+    flags = socket.AI_PASSIVE
+    # In a thread, as a name may be asked of a server: the resolver has time limits of its own.
+    infos = await run_in_thread(
+        lambda: socket.getaddrinfo(without_idna(host), port, type=socket.SOCK_STREAM, flags=flags),
+        daemon=True,
+    )
+    family, _, _, _, address = min(infos, key=lambda info: info[0] != socket.AF_INET)
+    return family, address
+
+
+async def _refusal(spec: SocketSpec, error: OSError) -> SpecError | HostError:
+    """Return the error of an address that cannot be bound."""
+    reason = error_reason(error)
+    if error.errno in _LACK:
+        return HostError(f"cannot open the sockets: {reason}")
+    if error.errno == errno.EADDRINUSE and spec.path is None:
+        owner = await run_in_thread(port_owner, spec.host_port[1], daemon=True)
+        reason += f" by {owner}" if owner else ""
+    return SpecError("sockets", spec.address, f"cannot be bound: {reason}")
