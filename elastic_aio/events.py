@@ -84,6 +84,8 @@ class JobStarted(Event, frozen=True, kw_only=True):
     has_timers: bool = False
     children: tuple[str, ...] = ()
     """The names of the children of a group; of independent workers, their ranks."""
+    awaits_ready: bool = False
+    """Whether `LaunchSpec.ready` says when a worker is ready."""
 
     def _change(self, status: StatusTracker) -> None:
         job = JobStatus(
@@ -94,6 +96,7 @@ class JobStarted(Event, frozen=True, kw_only=True):
             agent_pid=self.agent_pid,
             log_dir=self.log_dir,
             max_restarts=self.max_restarts,
+            awaits_ready=self.awaits_ready,
             round=0 if self.nnodes == "1" else -1,
         )
         status.begin(job, self.nproc_per_node, self.time)
@@ -398,7 +401,10 @@ class TimerRejected(Event, frozen=True, kw_only=True):
 
 
 class WorkerReady(Event, frozen=True, kw_only=True):
-    """The worker `rank` (`local_rank` on this node, process `pid`) has reported `READY=1`."""
+    """The worker `rank` (`local_rank` on this node, process `pid`) is ready.
+
+    It has reported `READY=1`, or the probe of `LaunchSpec.ready` finds it so.
+    """
 
     rank: int
     local_rank: int
@@ -407,6 +413,9 @@ class WorkerReady(Event, frozen=True, kw_only=True):
     """Seconds since it was started."""
 
     _level = Level.INFO
+
+    def _change(self, status: StatusTracker) -> None:
+        status.note_ready(self.rank, self.time)
 
     def _text(self) -> str:
         return f"rank {self.rank} (pid {self.pid}) is ready after {self.duration:.3g} s"
@@ -422,9 +431,10 @@ class DeadlineMissed(Event, frozen=True, kw_only=True):
     local_rank: int
     pid: int
     deadline: str
-    """`heartbeat`, `ready`, `progress`, `phase`, `exit skew`, or `watchdog`: the worker asked."""
+    """`heartbeat`, `ready`, `progress`, `phase`, `exit skew`, `probe` (that of `LaunchSpec.alive`),
+    or `watchdog`: the worker asked."""
     limit: float
-    """Seconds that it had."""
+    """Seconds that it had; 0 of a probe."""
     age: float
     """Seconds for which it was silent."""
     why: str

@@ -128,7 +128,7 @@ class RoundForming(Event, frozen=True, kw_only=True):
         return "starts in" if self.joined >= self.minimum else "fails in"
 
     def _change(self, status: StatusTracker) -> None:
-        if not status.is_ready:  # while workers run, other nodes may form the next round
+        if not status.is_running:  # while workers run, other nodes may form the next round
             status.enter("forming", self.time)
 
     def _text(self) -> str:
@@ -260,7 +260,7 @@ class NodeStandby(Event, frozen=True, kw_only=True):
     """Which node holds the fixed rank of this node, if it waits for that."""
 
     def _change(self, status: StatusTracker) -> None:
-        if not status.is_ready:
+        if not status.is_running:
             status.enter("standby", self.time, self.why)
 
     def _text(self) -> str:

@@ -6,7 +6,7 @@ and the caller.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import ClassVar, Final
 
 from msgspec import Struct
@@ -68,15 +68,23 @@ class WorkerStatus(Struct, frozen=True):
     """Unix seconds at which that step began."""
     rss_bytes: int | None = None
     """Bytes of memory that are resident now; None unless it runs and `usage` was asked for."""
+    ready_since: float | None = None
+    """Unix seconds since when it is ready, by its message or its probe; None before."""
+    probe: str = ""
+    """The last answer to its probe; empty without one."""
+
+
+def _are_ready(workers: Iterable[WorkerStatus]) -> bool:
+    return all(one.ready_since is not None for one in workers if one.state == "running")
 
 
 class JobStatus(Struct, frozen=True, kw_only=True):
     """What a job is doing on one node: returned by `Agent.status`, shown by `/status` and the CLI.
 
-    `run_id`, `node`, `role`, `entrypoint`, `max_restarts`, `agent_pid` and `log_dir` are from
-    `JobStarted`; `group_rank`, `group_world_size` and `world_size` from the latest `RoundFormed`;
-    `attempt` is the latest, and `goodput` says what its time went into.  The children of a tree
-    have values of their own.
+    `run_id`, `node`, `role`, `entrypoint`, `max_restarts`, `awaits_ready`, `agent_pid` and
+    `log_dir` are from `JobStarted`; `group_rank`, `group_world_size` and `world_size` from the
+    latest `RoundFormed`; `attempt` is the latest, and `goodput` says what its time went into.  The
+    children of a tree have values of their own.
     """
 
     run_id: str = ""
@@ -104,6 +112,8 @@ class JobStatus(Struct, frozen=True, kw_only=True):
     returned: int = 0
     """How many of them no longer count: a healthy attempt came later."""
     max_restarts: int = 0
+    awaits_ready: bool = False
+    """Whether `LaunchSpec.ready` says when a worker is ready."""
     membership_changes: int = 0
     """Rounds that a change of the membership caused."""
     failure: str = ""
@@ -148,9 +158,14 @@ class JobStatus(Struct, frozen=True, kw_only=True):
         return next((one for one in found if one is not None), None)
 
     @property
-    def is_ready(self) -> bool:
+    def is_running(self) -> bool:
         """Whether all workers of the present attempt have been started, and none is stopped."""
         return self.phase == "running"
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether they run and are ready, if `LaunchSpec.ready` says when that is."""
+        return self.is_running and (not self.awaits_ready or _are_ready(self.workers))
 
     @property
     def has_ended(self) -> bool:
@@ -325,17 +340,22 @@ class StatusTracker:
             start = one.job.generation, one.attempt
             is_later = bool(one.workers) and start > before.get(one.job.child, (-1, -1))
             is_over = one.has_ended and (is_later or one is not self)
-            if not is_over and not (one.is_ready and is_later):
+            if not is_over and not (one.is_running and is_later):
                 return False
         return True
 
     @property
-    def is_ready(self) -> bool:
+    def is_running(self) -> bool:
         return self.phase == "running"
 
     @property
     def has_ended(self) -> bool:
         return self.phase in _FINAL
+
+    @property
+    def is_ready(self) -> bool:
+        is_awaited = self.job.awaits_ready
+        return self.is_running and (not is_awaited or _are_ready(self.workers.values()))
 
     def goodput(self, now: float) -> Goodput:
         """Return how the time was spent, up to `now`, in Unix seconds."""
@@ -399,6 +419,10 @@ class StatusTracker:
         if self.job.started_at is not None and len(self.workers) >= self.nproc:
             self.enter("running", worker.since)
             self._has_run = True
+
+    def note_ready(self, rank: int, time: float) -> None:
+        if (worker := self.workers.get(rank)) is not None and worker.ready_since is None:
+            self.workers[rank] = replace(worker, ready_since=time)
 
     def _counted(self, until: float) -> Goodput:
         """Return how the time was spent, if the present phase has lasted until then."""

@@ -87,6 +87,7 @@ PURE = {
     "logs.lines",
     "logs.paths",
     "watch.deadlines",
+    "watch.probe_table",
     "agent.machine",
     "agent.multi_node",
     "agent.supervisor",

@@ -495,6 +495,7 @@ class Driver(BaseDriver):
                 role=spec.role,
                 rdzv_backend=spec.rendezvous.backend,
                 has_timers=bool(spec.timers),
+                awaits_ready=spec.ready is not None,
                 log_dir=self._runtime.output.directory.log_dir,
             )
         )

@@ -19,7 +19,7 @@ _LINE_MAX = 200
 _AT_ONCE = StopPlan(())
 
 
-class _Output:
+class CommandOutput:
     """The end of what a command writes; must be closed."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ async def check_health(runtime: LocalRuntime, command: str, timeout: float) -> s
     Cancellation: kills the command.
     """
     try:
-        with closing(_Output()) as output:
+        with closing(CommandOutput()) as output:
             try:
                 writer = output.writer.fileno()
                 child = await run_shielded(lambda: _start(runtime, command, writer))

@@ -35,6 +35,7 @@ from elastic_aio.spec.stop import StopPlan
 from elastic_aio.text import error_reason
 
 if TYPE_CHECKING:
+    from elastic_aio.agent.probes import Probes
     from elastic_aio.stacks import StackDump
     from elastic_aio.watch.watchdog import Watchdog
 
@@ -54,12 +55,14 @@ class Liveness:
         directory: Callable[[int], str | None],
         *,
         unfinished_after: float = UNFINISHED_S,
+        make_probes: Callable[..., Probes] | None = None,
     ) -> None:
         """Prepare; nothing is opened yet.
 
         The limits of the job stand still while `clock` does.  `tree` returns all processes of the
         job, `directory` the log directory of an attempt, if any.  Workers that run
-        `unfinished_after` seconds after the first success are reported.
+        `unfinished_after` seconds after the first success are reported.  `make_probes` makes the
+        probes, with their callbacks, if the job has some.
         """
         self.on_agreed: Callable[[int, int], None] = lambda attempt, change: None
         """Called with the attempt, and the number of a change to which all its workers agree."""
@@ -77,6 +80,8 @@ class Liveness:
         period = min([PERIOD_S, *(limit / 8 for limit in spec.liveness.deadlines)])
         self._sockets = NotifySockets(self._on_message, self._worker_of_session, period=period)
         self._watchdog: Watchdog | None = None
+        self._make_probes = make_probes
+        self._probes: Probes | None = None
         self._records: Mapping[int, WorkerRecord] = {}
         self._attempt = 0
         self._on_hung: Callable[[int, str], None] = lambda local_rank, why: None
@@ -105,7 +110,16 @@ class Liveness:
         spec = self._spec
         if spec.liveness != LivenessSpec() or spec.uninterruptible_timeout is not None:
             self._loaded()
-        if spec.liveness.deadlines:
+        is_message = spec.ready is not None and spec.ready.is_message
+        is_asked = spec.alive is not None or (spec.ready is not None and not is_message)
+        if is_asked and self._make_probes is not None:
+            watchdog = self._loaded()
+            self._probes = self._make_probes(
+                on_answer=watchdog.on_answer,
+                on_ready=watchdog.set_ready,
+                on_not_alive=watchdog.on_not_alive,
+            )
+        if spec.liveness.deadlines or is_message:
             try:
                 self._sockets.open_address()
             except OSError as error:
@@ -134,7 +148,9 @@ class Liveness:
                 on_excluded=lambda attempt, why: self.on_excluded(attempt, why),
                 on_hung=lambda local_rank, why: self._on_hung(local_rank, why),
                 on_stuck=lambda local_rank: self._on_stuck(local_rank),
+                on_ready=self._on_ready,
                 unfinished_after=self._unfinished_after,
+                takes_ready=self._spec.ready is None or self._spec.ready.is_message,
             )
             watchdog.begin_attempt(self._attempt, self._records)
             for local_rank in self._sockets.local_ranks:
@@ -154,6 +170,8 @@ class Liveness:
         self._succeeded_at, self.peers_finished = None, 0
         if self._watchdog is not None:
             self._watchdog.begin_attempt(attempt, records)
+        if self._probes is not None:
+            self._probes.begin_attempt(attempt)
 
     def watch(self, on_hung: Callable[[int, str], None], on_stuck: Callable[[int], None]) -> None:
         """Watch the workers of the attempt.
@@ -175,12 +193,20 @@ class Liveness:
             yield descriptor
 
     def on_started(self, record: WorkerRecord) -> None:
+        if self._probes is not None and not self._is_stopping and record.is_running:
+            self._probes.add(record)
         if self._watchdog is not None:
             self._watchdog.on_started(record)
+
+    def _on_ready(self, local_rank: int) -> None:
+        if self._probes is not None:
+            self._probes.set_ready(local_rank)
 
     def on_exited(self, local_rank: int, *, is_success: bool) -> None:
         """Read the last messages of a worker that has exited, and end its deadlines."""
         self._sockets.close_worker(local_rank)
+        if self._probes is not None:
+            self._probes.remove(local_rank)
         if self._watchdog is not None:
             self._watchdog.on_exited(local_rank, is_success=is_success)
         elif is_success:
@@ -218,6 +244,8 @@ class Liveness:
             self._unfinished = None
         if self._watchdog is not None:
             self._watchdog.end_deadlines()
+        if self._probes is not None:
+            self._probes.end()
 
     def close_workers(self) -> None:
         """Close the sockets of the workers: no process of the attempt is left.  Idempotent."""
@@ -226,6 +254,8 @@ class Liveness:
     async def aclose(self) -> None:
         self.end_deadlines()
         self._sockets.close()
+        if self._probes is not None:
+            await self._probes.aclose()
         if self._watchdog is not None:
             await self._watchdog.aclose()
 

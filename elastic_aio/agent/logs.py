@@ -34,7 +34,7 @@ from msgspec.structs import replace
 
 from elastic_aio.agent.failures import is_full, mount_point
 from elastic_aio.aio import run_in_thread
-from elastic_aio.errors import SpawnError, SpecError
+from elastic_aio.errors import HostError, SpawnError, SpecError
 from elastic_aio.events import ConsoleLost, Event, LogDiskFull, OutputLost
 from elastic_aio.logs.console import STYLES, ConsoleStreams, ConsoleTarget, LineFeeder, Sink
 from elastic_aio.logs.files import RunDirectory
@@ -73,6 +73,7 @@ _ORDERED = (stat.S_ISFIFO, stat.S_ISREG, stat.S_ISSOCK)
 _PATIENCE_S = 5.0
 
 _LOOK_UP_S = 10.0  # for the files that results name
+_IN_NO_FILE = "is in no file, so that it cannot be read; use redirects or tee"
 _PLANS_KEPT = 100  # attempts whose plans are kept: a job may restart for months
 
 
@@ -218,16 +219,29 @@ class JobOutput:
         elif ranks is not None and (self.logged.is_closed or not follow):
             # Until then a later round may bring them.
             check_ranks(ranks, {stream.rank for stream in self.logged})
-        plans = [self.plan(0, local_rank) for local_rank in local]
         chosen = [name for name in ("stdout", "stderr") if name in names]
-        if all(getattr(plan, name).path is None for plan in plans for name in chosen):
-            problem = "is in no file, so that it cannot be read; use redirects or tee"
-            raise SpecError("logs", chosen, problem)
+        if all(self._is_in_no_file(local_rank, chosen) for local_rank in local):
+            raise SpecError("logs", chosen, _IN_NO_FILE)
         from elastic_aio.logs.reader import LogReader  # few jobs are read in their own program
 
         return LogReader(
             self.logged, lambda one: one.is_one_of(ranks, names), follow=follow, since=since
         )
+
+    def check_readable(self, name: str, streams: Collection[str]) -> None:
+        """Raise the SpecError of a field that reads streams of workers, if it cannot.
+
+        HostError: the `LogLayout` raised.
+        """
+        try:
+            if streams and any(self._is_in_no_file(rank, streams) for rank in range(self._nproc)):
+                raise SpecError(name, [*streams], _IN_NO_FILE)
+        except SpawnError as error:
+            raise HostError(str(error)) from error
+
+    def _is_in_no_file(self, local_rank: int, streams: Collection[str]) -> bool:
+        plan = self.plan(0, local_rank)
+        return all(getattr(plan, name).path is None for name in streams)
 
     # ------------------------------------------------------------ an attempt
 

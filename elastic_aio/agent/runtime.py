@@ -41,7 +41,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import asdict
 
@@ -100,6 +100,7 @@ from elastic_aio.worker.context import (
 if TYPE_CHECKING:
     from elastic_aio.agent.failures import WorkerRecord
     from elastic_aio.agent.leaf import LeafPlace
+    from elastic_aio.agent.probes import Probes
     from elastic_aio.agent.worker_setup import WorkerSetup
     from elastic_aio.logs.paths import WorkerLogs
     from elastic_aio.process.listeners import Listeners
@@ -115,6 +116,8 @@ _CommonEnv = tuple[dict[str, str], dict[str, str]]
 
 class LocalRuntime:
     """The resources of one job on this host; must be closed."""
+
+    _loading: asyncio.Task[None] | None = None
 
     def __init__(
         self,
@@ -162,18 +165,18 @@ class LocalRuntime:
             place=place,
         )
         directory = self.output.attempt_directory
-        self.liveness = Liveness(spec, self.clock, publish, lambda: self.tree, directory)
+        self.liveness = Liveness(
+            spec, self.clock, publish, lambda: self.tree, directory, make_probes=self._make_probes
+        )
         self.exit_numbers = itertools.count()
         self.attempt = 0  # -1 once closed
         self._adopts_orphans = adopt_orphans
         self._tree: ProcessTree | None = None
         self._guardian: Guardian | None = None
         self._reserved = 0  # descriptors
-        self._loading: asyncio.Task[None] | None = None
         self.job: GuardedJob | None = None
         self._streams: StandardStreams | None = None
-        self._listeners = listeners
-        self._setup: WorkerSetup | None = None
+        self._setup = _setup_of(spec, nproc, listeners)
         self._cpus: list[frozenset[int]] = []
         self._common_env: _CommonEnv | None = None  # of the present attempt
 
@@ -210,14 +213,9 @@ class LocalRuntime:
         self.entrypoint.check()
         worker = None if self.place is None else self.place.worker
         self._cpus = worker_cpus(self.spec, worker.local_world_size if worker else self.nproc)
-        further = 0
-        if self.spec.sockets or self.spec.limits is not None:
-            from elastic_aio.agent.worker_setup import WorkerSetup  # few jobs have one
-
-            self._setup = WorkerSetup(self.spec, self.nproc, self._listeners)
-            further = self._setup.descriptors
         try:
             each = self.entrypoint.descriptors_each
+            further = 0 if self._setup is None else self._setup.descriptors
             self._reserved = limit.reserve(self.nproc, each, further=further)
             self._streams = StandardStreams()
         except OSError as error:
@@ -239,6 +237,8 @@ class LocalRuntime:
         )
         self._guardian.start()
         self.output.open(self._streams)
+        if self.spec.ready is not None:
+            self.output.check_readable("ready", self.spec.ready.streams)
         self.liveness.open()
         if self._adopts_orphans:
             self._tree.orphans.adopt()
@@ -471,6 +471,19 @@ class LocalRuntime:
             return await self.entrypoint.spawner(child_spec)
         return await self._spawn_within_limit(self.entrypoint.spawner, child_spec)
 
+    def _make_probes(self, **callbacks: Any) -> Probes:
+        from elastic_aio.agent.probes import Probes  # few jobs have any
+
+        spec, logged = self.spec, self.output.logged
+        return Probes(
+            spec.ready,
+            spec.alive,
+            self.clock,
+            start_command=self.start_command,
+            logged=logged,
+            **callbacks,
+        )
+
     async def _spawn_within_limit(self, spawner: Spawner, child_spec: ChildSpec) -> Child:
         return await spawner(_with_original_limit(child_spec))
 
@@ -523,6 +536,14 @@ async def remove_old_runs(
         publish(LogsNotRemoved(why=f"it has taken more than {_RUNS_S:g} s"))
     except OSError as error:
         publish(LogsNotRemoved(why=error_reason(error)))
+
+
+def _setup_of(spec: LaunchSpec, nproc: int, listeners: Listeners | None) -> WorkerSetup | None:
+    if not spec.sockets and spec.limits is None:
+        return None
+    from elastic_aio.agent.worker_setup import WorkerSetup  # few jobs have one
+
+    return WorkerSetup(spec, nproc, listeners)
 
 
 def _with_original_limit(child_spec: ChildSpec) -> ChildSpec:

@@ -344,15 +344,17 @@ class WorkerGroup:
         workers = []
         for worker in status.workers:
             record = self.records.get(worker.local_rank)
-            if record is not None and record.report and record.report.heartbeat_at is not None:
-                report = record.report
+            report = None if record is None else record.report
+            if report is not None and report.heartbeat_at is not None:
                 worker = replace(
                     worker,
-                    heartbeat=began + record.report.heartbeat_at,
+                    heartbeat=began + report.heartbeat_at,
                     reported=str(report),
                     step=report.step,
                     step_since=None if report.step_at is None else began + report.step_at,
                 )
+            if report is not None and report.probe:
+                worker = replace(worker, probe=report.probe)
             workers.append(worker)
         return replace(status, workers=tuple(workers))
 

@@ -132,7 +132,7 @@ def worker_row(worker: WorkerStatus, now: float, share: float | None = None) -> 
 
 def _message(worker: WorkerStatus, now: float) -> str:
     if worker.heartbeat is None:
-        return ""
+        return one_line(worker.probe, _REPORTED_MAX)
     ago = f"{format_duration(now - worker.heartbeat)} ago"
     return f"{ago}: {one_line(worker.reported, _REPORTED_MAX)}" if worker.reported else ago
 

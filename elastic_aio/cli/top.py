@@ -159,7 +159,7 @@ class _Workers:
     def _advanced(self, now: float) -> JobStatus:
         """Return the status with the time that all workers have run since it was asked for."""
         status = self._status
-        if not status.is_ready:
+        if not status.is_running:
             return status
         productive = status.goodput.productive + max(0.0, now - self._asked_at)
         goodput = replace(status.goodput, productive=productive)

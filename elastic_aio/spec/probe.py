@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from msgspec import Struct
 
@@ -44,12 +44,22 @@ _ACCEPTED: Final = (
 class Probe(SpecValue, prefix="probe."):
     """What says that a worker is ready, or alive: the base of all probes."""
 
+    is_message: ClassVar[bool] = False
+    """Whether a message of the worker is the answer."""
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """The names of the streams of a worker that are read."""
+        return ()
+
     def check_with(self, name: str, nproc: int) -> None:
         """Raise `SpecError` of the field `name` if it fits no worker of so many."""
 
 
 class Notify(Probe):
     """The worker says itself that it is ready: by `READY=1`, or `elastic_aio.worker.ready`."""
+
+    is_message: ClassVar[bool] = True
 
 
 class LogMatch(Probe):
@@ -67,7 +77,6 @@ class LogMatch(Probe):
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """The names of the streams that are read."""
         return ("stdout", "stderr") if self.stream == "any" else (self.stream,)
 
 

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from elastic_aio.outcome import ExitStatus
 from elastic_aio.ranks import WorkerRanks
@@ -54,7 +55,8 @@ class WorkerReport(Struct):
 
     `phases` are the phases that have begun, the innermost last; no deadline ends before
     `extended_to`; `missed` are the deadlines that it has missed since; `agreed_change` is the
-    number of the last pending change to which it agrees, -1 for none.
+    number of the last pending change to which it agrees, -1 for none; `probe` is the last answer to
+    a probe.
     """
 
     started: float
@@ -69,6 +71,7 @@ class WorkerReport(Struct):
     is_triggered: bool = False
     missed: set[str] = field(default_factory=set)
     agreed_change: int = -1
+    probe: str = ""
 
     @property
     def phase(self) -> str:
@@ -114,8 +117,8 @@ class _Deadline(Struct):
 class MissedDeadline(Struct, frozen=True):
     """A worker that was silent for too long, in seconds; `reason` says it for people.
 
-    `kind` is "heartbeat", "ready", "progress", "phase", "watchdog" or "exit skew"; `age` and
-    `limit` count from the same time.  `status`, `step` and `phase` are the last, or empty.
+    `kind` is "heartbeat", "ready", "progress", "phase", "watchdog", "exit skew" or "probe"; `age`
+    and `limit` count from the same time.  `status`, `step` and `phase` are the last, or empty.
     """
 
     local_rank: int
@@ -145,8 +148,17 @@ class WorkerTimer(Struct):
 class DeadlineTable:
     """The deadlines of one attempt, of workers and timers; times are in seconds of one clock."""
 
-    def __init__(self, spec: LivenessSpec, *, unfinished_after: float = UNFINISHED_S) -> None:
-        """Begin; workers that run `unfinished_after` seconds after a success are reported."""
+    def __init__(
+        self,
+        spec: LivenessSpec,
+        *,
+        unfinished_after: float = UNFINISHED_S,
+        takes_ready: bool = True,
+    ) -> None:
+        """Begin; workers that run `unfinished_after` seconds after a success are reported.
+
+        `takes_ready`: a worker is ready by its `READY=1`; otherwise by `set_ready` only.
+        """
         self.workers: dict[int, WorkerReport] = {}
         self.agreed_change = -1  # the last pending change to which all running workers agree
         self.has_progress = False  # whether a worker has reported a step in this attempt
@@ -156,6 +168,7 @@ class DeadlineTable:
         self.is_stopping = False  # then only the deadlines of timers count
         self._spec = spec
         self._unfinished_after = unfinished_after
+        self._takes_ready = takes_ready
         self._succeeded_at: float | None = None
         self._has_reported = False
         self._timers: dict[int, dict[str, WorkerTimer]] = {}
@@ -202,9 +215,26 @@ class DeadlineTable:
             self.excluded_by = local_rank
         return report.ready_at is not None and not was_ready
 
+    def set_ready(self, local_rank: int, now: float) -> bool:
+        """Note that a probe finds a worker ready; return whether it has become so."""
+        report = self.workers.get(local_rank)
+        if report is None or report.ready_at is not None:
+            return False
+        report.ready_at = now
+        return True
+
+    def not_alive(self, local_rank: int, why: str, age: float) -> MissedDeadline | None:
+        """Return what to report of a worker whose probe has failed; None if it is stopped."""
+        report = self.workers.get(local_rank)
+        if report is None or self.is_stopping or report.is_stopping:
+            return None
+        item = _Deadline(0.0, "probe", 0.0, 0.0)
+        missed = self._missed(local_rank, report, item, age)
+        return replace(missed, reason=f"not alive: its probe has failed, last answer: {why}")
+
     def _read(self, report: WorkerReport, key: bytes, text: str, now: float) -> None:
         match key:
-            case b"READY" if text == "1" and report.ready_at is None:
+            case b"READY" if text == "1" and report.ready_at is None and self._takes_ready:
                 report.ready_at = now
             case b"STATUS":
                 report.status = one_line(text[:MESSAGE_MAX], _STATUS_MAX)
@@ -413,6 +443,7 @@ def _reason(item: _Deadline, report: WorkerReport, phase: str) -> str:
             text = f"no heartbeat for {seconds} (heartbeat timeout)"
         case "ready":
             text = f"not ready {seconds} after its start (ready timeout)"
+            text += f", last probe: {report.probe}" if report.probe else ""
         case "progress":
             text = f"no progress for {seconds} (progress timeout)"
         case "exit skew":

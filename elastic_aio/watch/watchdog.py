@@ -69,11 +69,15 @@ class Watchdog:
         on_excluded: Callable[[int, str], None],
         on_hung: Callable[[int, str], None],
         on_stuck: Callable[[int], None],
+        on_ready: Callable[[int], None] = lambda local_rank: None,
         unfinished_after: float,
+        takes_ready: bool = True,
     ) -> None:
         """Prepare; `begin_attempt` follows.
 
-        `read_messages` reads what workers have sent by now.  Other arguments are as for `Liveness`.
+        `read_messages` reads what workers have sent by now.  `on_ready` gets the local rank of each
+        worker that becomes ready, after its event.  `takes_ready` is as for `DeadlineTable`; other
+        arguments as for `Liveness`.
         """
         self.pipe: TimerPipe | None = None
         self._spec = spec
@@ -87,7 +91,10 @@ class Watchdog:
         self._on_excluded = on_excluded
         self._on_hung = on_hung
         self._on_stuck = on_stuck
-        self._make_table = partial(DeadlineTable, spec, unfinished_after=unfinished_after)
+        self._on_ready = on_ready
+        self._make_table = partial(
+            DeadlineTable, spec, unfinished_after=unfinished_after, takes_ready=takes_ready
+        )
         self._table = self._make_table()
         self._requests = TimerRequests()
         self._has_reported_rejected = False
@@ -168,6 +175,26 @@ class Watchdog:
             self._has_excluded = True
             self._on_excluded(self._attempt, f"rank {worker.ranks.rank}: {self._table.exclusion}")
 
+    def set_ready(self, local_rank: int) -> None:
+        """Note that a probe finds a worker ready.  Idempotent."""
+        if self._table.set_ready(local_rank, self._clock.now()):
+            if (worker := self._workers.get(local_rank)) is not None:
+                self._report_ready(worker)
+            self._set_alarm(self._table.deadline_of(local_rank))
+
+    def on_answer(self, local_rank: int, text: str) -> None:
+        """Keep the last answer to a probe of a worker."""
+        if (report := self._table.workers.get(local_rank)) is not None:
+            report.probe = text
+
+    def on_not_alive(self, local_rank: int, why: str, age: float) -> None:
+        """Take the failures of a probe, of which the last is `why`, for a missed deadline."""
+        item, worker = self._table.not_alive(local_rank, why, age), self._workers.get(local_rank)
+        if item is not None and worker is not None and worker.is_running:
+            self._report(item, worker)
+            self._missed.append(item)
+            self._examine_missed()
+
     def on_exited(self, local_rank: int, *, is_success: bool) -> None:
         if self._table.remove(local_rank, self._clock.now(), is_success=is_success):
             self._set_alarm(self._table.next_deadline)
@@ -247,10 +274,13 @@ class Watchdog:
         if seconds := self._table.take_skew(now):
             self._report_skew(seconds)
         self._expired += self._table.expire_timers(now, _EXPIRED_MAX)
+        self._examine_missed()
+        self._set_alarm(self._table.next_deadline)
+
+    def _examine_missed(self) -> None:
         is_due = self._expired or self._missed
         if is_due and (self._examination is None or self._examination.done()):
             self._examination = create_task(self._examine(), name="silent workers")
-        self._set_alarm(self._table.next_deadline)
 
     async def _examine(self) -> None:
         while self._expired or (self._missed and not self._table.is_stopping):
@@ -345,6 +375,7 @@ class Watchdog:
                 duration=time.monotonic() - worker.started_at,
             )
         )
+        self._on_ready(worker.ranks.local_rank)
 
     def _report(self, item: MissedDeadline, worker: WatchedWorker | None) -> None:
         if worker is not None and self._spec.on_timeout == "fail" and not worker.hang:

@@ -26,6 +26,7 @@ BEFORE = {
     "agent.supervisor_driver": "a job of several children begins with it",
     "child_events": "a job of several children begins with it",
     "spec.group": "a job of several children begins with it",
+    "agent.probes": "they are made before the workers run",
     "agent.worker_setup": "the sockets are opened before",
     "cli.event_file": "the file is opened before",
     "control.server": "it listens before the workers run",

@@ -233,7 +233,7 @@ def test_the_page_of_a_node() -> None:
         "rank": 0, "local_rank": 0, "pid": 100, "state": "succeeded", "since": 0.0,
         "status": "exit code 0", "usage": None, "heartbeat": None, "reported": "",
         "stdout_path": None, "stderr_path": None, "step": "", "step_since": None,
-        "rss_bytes": None,
+        "rss_bytes": None, "ready_since": None, "probe": "",
     }  # fmt: skip
     assert page["goodput"] == {"productive": 7.0, "restarting": 0.0, "waiting": 2.0}
 

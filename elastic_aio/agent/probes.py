@@ -1,0 +1,379 @@
+"""Asks the workers of an attempt whether they are ready and alive (`spec.probe`).
+
+One timer is set to the first question of all.  A question is a task that ends with its answer or
+its timeout; between questions there is none.  A question that could not be asked, because this
+process lacks descriptors or its event loop was blocked, has no answer: a worker is not to blame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import signal
+import socket
+import ssl
+from collections.abc import Callable
+from contextlib import closing, suppress
+from functools import partial
+from typing import Final, Protocol
+
+from msgspec import Struct
+
+from elastic_aio.agent.failures import WorkerRecord
+from elastic_aio.agent.health import CommandOutput
+from elastic_aio.aio import (
+    PausableClock,
+    cancel_and_wait,
+    create_task,
+    run_in_thread,
+    run_shielded,
+    when_all_done,
+)
+from elastic_aio.errors import HostError, SpawnError
+from elastic_aio.logs.reader import LogReader
+from elastic_aio.logs.streams import LoggedStreams
+from elastic_aio.process.children import Child
+from elastic_aio.sockets import without_idna
+from elastic_aio.spec.probe import (
+    Exec,
+    Http,
+    HttpTarget,
+    LogMatch,
+    PolledProbe,
+    Probe,
+    Tcp,
+    compile_pattern,
+    http_target,
+)
+from elastic_aio.text import error_reason, one_line
+from elastic_aio.watch.probe_table import ProbeTable, Verdict
+
+_LACK: Final = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL}
+_LATE_S: Final = 0.1
+"""Seconds by which a timeout may be noticed late; then the loop was blocked, or the worker was."""
+_HEAD_MAX: Final = 16 << 10
+_BODY_MAX: Final = 10 << 10
+"""Bytes of a body that are read, so that the server is not cut short; other probes read as many."""
+_LINE_MAX: Final = 4096
+_TEXT_MAX: Final = 100
+_KILLED_S: Final = 1.0
+"""Seconds for which the end of the probes waits until killed commands are reaped."""
+
+
+class Answer(Struct, frozen=True):
+    """An answer in words; `is_success` None: the question could not be asked."""
+
+    is_success: bool | None
+    text: str
+
+
+class StartCommand(Protocol):
+    """`LocalRuntime.start_command`."""
+
+    async def __call__(
+        self, argv: tuple[str, ...], output: int, own_env: dict[str, str], /
+    ) -> Child:
+        """Start a command."""
+
+
+class Probes:
+    """The probes of the workers of one job on this host; must be closed."""
+
+    def __init__(
+        self,
+        ready: Probe | None,
+        alive: PolledProbe | None,
+        clock: PausableClock,
+        *,
+        start_command: StartCommand,
+        logged: LoggedStreams,
+        on_answer: Callable[[int, str], None],
+        on_ready: Callable[[int], None],
+        on_not_alive: Callable[[int, str, float], None],
+    ) -> None:
+        """Prepare; `begin_attempt` follows.
+
+        `on_answer` gets the local rank and each answer, in words; `on_ready` the local rank of a
+        worker that a probe finds ready; `on_not_alive` that of one that is not alive, why, and the
+        seconds since its last success.
+        """
+        self._ready = ready
+        self._alive = alive
+        self._clock = clock
+        self._start_command = start_command
+        self._logged = logged
+        self._on_answer = on_answer
+        self._on_ready = on_ready
+        self._on_not_alive = on_not_alive
+        self._table = ProbeTable(ready, alive)
+        self._records: dict[int, WorkerRecord] = {}
+        self._questions: dict[int, asyncio.Task[None]] = {}  # by local rank
+        self._ending: set[asyncio.Task[None]] = set()
+        self._commands: set[Child] = set()
+        self._reading: asyncio.Task[None] | None = None
+        self._alarm: asyncio.TimerHandle | None = None
+        self._addresses: dict[tuple[str, int], list[_Address]] = {}
+        self._context: ssl.SSLContext | None = None
+        self._attempt = 0
+
+    def __repr__(self) -> str:
+        return f"<Probes: {len(self._questions)} questions, {self._table!r}>"
+
+    def begin_attempt(self, attempt: int) -> None:
+        """Forget the former attempt."""
+        self.end()
+        self._attempt = attempt
+        self._table = ProbeTable(self._ready, self._alive)
+
+    def add(self, record: WorkerRecord) -> None:
+        """Begin to ask a worker that has been started."""
+        self._records[record.ranks.local_rank] = record
+        self._table.add(record.ranks.local_rank, self._clock.now())
+        if isinstance(self._ready, LogMatch) and self._reading is None:
+            self._reading = create_task(self._read_lines(self._ready), name="log lines")
+        self._set_alarm()
+
+    def set_ready(self, local_rank: int) -> None:
+        """Note that a worker has become ready.  Idempotent."""
+        self._table.set_ready(local_rank, self._clock.now())
+        self._set_alarm()
+
+    def remove(self, local_rank: int) -> None:
+        """Ask a worker no more: it has exited.  Idempotent."""
+        self._table.remove(local_rank)
+        self._records.pop(local_rank, None)
+        if (question := self._questions.pop(local_rank, None)) is not None:
+            self._cancel(question)
+        if not self._records and self._reading is not None:
+            self._cancel(self._reading)
+            self._reading = None
+        self._set_alarm()
+
+    def end(self) -> None:
+        """Ask no worker any more: they are being stopped.  Idempotent."""
+        for local_rank in [*self._records]:
+            self.remove(local_rank)
+
+    async def aclose(self) -> None:
+        """End all questions, and wait until their commands are reaped.  Idempotent."""
+        self.end()
+        await cancel_and_wait([*self._ending])
+        ended = when_all_done(child.exited for child in self._commands)
+        await self._clock.wait_for(ended, seconds=_KILLED_S)
+
+    def _cancel(self, task: asyncio.Task[None]) -> None:
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        task.cancel()
+
+    # ------------------------------------------------------------------ the timer
+
+    def _set_alarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        if (due := self._table.next_due) is not None:
+            delay = max(0.0, due - self._clock.now())
+            self._alarm = asyncio.get_running_loop().call_later(delay, self._on_alarm)
+
+    def _on_alarm(self) -> None:
+        self._alarm = None
+        for local_rank, probe in self._table.take_due(self._clock.now()):
+            asking = self._ask(local_rank, probe)
+            task = create_task(asking, name=f"probe of local rank {local_rank}")
+            self._questions[local_rank] = task
+        self._set_alarm()
+
+    async def _ask(self, local_rank: int, probe: PolledProbe) -> None:
+        began = self._clock.now()
+        asking = create_task(self._answer(local_rank, probe), name=f"{type(probe).__name__} probe")
+        try:
+            await self._clock.wait_for(asking, seconds=probe.timeout)
+        finally:
+            if not asking.done():
+                await cancel_and_wait([asking])
+        now = self._clock.now()
+        if not asking.cancelled():
+            answer = asking.result()
+        elif now - began > probe.timeout + _LATE_S:
+            answer = Answer(None, "this process was blocked")
+        else:
+            answer = Answer(False, f"no answer within {probe.timeout:g} s")
+        self._questions.pop(local_rank, None)
+        self._take(local_rank, probe, began, answer)
+
+    def _take(self, local_rank: int, probe: PolledProbe, began: float, answer: Answer) -> None:
+        now = self._clock.now()
+        seconds = self._table.since_success(local_rank, now)
+        verdict = self._table.answer(local_rank, began, now, is_success=answer.is_success)
+        self._on_answer(local_rank, answer.text)
+        if verdict is Verdict.READY:
+            self._on_ready(local_rank)
+        self._set_alarm()
+        if verdict is Verdict.NOT_ALIVE:
+            self._on_not_alive(local_rank, answer.text, seconds)
+
+    # ------------------------------------------------------------------ questions
+
+    async def _answer(self, local_rank: int, probe: PolledProbe) -> Answer:
+        try:
+            match probe:
+                case Http():
+                    return await self._ask_http(probe, http_target(probe, local_rank))
+                case Tcp():
+                    (await self._connect(*probe.host_port(local_rank))).close()
+                    return Answer(True, "connected")
+                case Exec():
+                    return await self._ask_command(probe, self._records[local_rank])
+        except (OSError, ValueError, EOFError) as error:
+            if isinstance(error, OSError):
+                is_own = error.errno in _LACK
+                return Answer(None if is_own else False, error_reason(error))
+            return Answer(False, one_line(str(error), _TEXT_MAX))
+        raise AssertionError(f"a probe of an unknown kind: {probe!r}")
+
+    async def _connect(self, host: str, port: int) -> socket.socket:
+        """Return a connection to the first address of a host that accepts one, or raise OSError."""
+        if (addresses := self._addresses.get((host, port))) is None:
+            addresses = self._addresses[host, port] = await _resolve(host, port)
+        loop, failure = asyncio.get_running_loop(), OSError("it has no address")
+        for family, address in addresses:
+            sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            try:
+                await loop.sock_connect(sock, address)
+            except OSError as error:
+                sock.close()
+                # asyncio has words of its own.
+                failure = OSError(error.errno, os.strerror(error.errno or 0))
+            except BaseException:  # a cancellation
+                sock.close()
+                raise
+            else:
+                return sock
+        del self._addresses[host, port]  # a name may get another one
+        raise failure
+
+    async def _ask_http(self, probe: Http, target: HttpTarget) -> Answer:
+        sock = await self._connect(target.host, target.port)
+        tls = {"ssl": self._tls(), "server_hostname": target.host} if target.is_tls else {}
+        # The socket is the loop's from now on, which closes it if the handshake fails.
+        reader, writer = await asyncio.open_connection(sock=sock, limit=_HEAD_MAX, **tls)  # type: ignore[arg-type]
+        try:
+            headers = {"Host": target.authority, "User-Agent": "elastic_aio", "Accept": "*/*"}
+            headers |= {**probe.headers, "Connection": "close"}
+            lines = [f"GET {target.path} HTTP/1.1", *(f"{k}: {v}" for k, v in headers.items())]
+            writer.write("\r\n".join([*lines, "", ""]).encode("ascii"))
+            status = await _read_status(reader)
+            with suppress(OSError, ValueError, EOFError):
+                await reader.readexactly(_BODY_MAX)
+        finally:
+            writer.transport.abort()
+        low, high = probe.expects
+        return Answer(low <= status <= high, f"HTTP status {status}")
+
+    def _tls(self) -> ssl.SSLContext:
+        if self._context is None:
+            self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            self._context.check_hostname = False
+            self._context.verify_mode = ssl.CERT_NONE
+        return self._context
+
+    async def _ask_command(self, probe: Exec, record: WorkerRecord) -> Answer:
+        ranks = record.ranks
+        env = {"RANK": str(ranks.rank), "LOCAL_RANK": str(ranks.local_rank)}
+        env |= {"WORLD_SIZE": str(ranks.world_size)}
+        child: Child | None = None
+
+        async def start() -> None:
+            nonlocal child
+            command = probe.command(ranks.local_rank)
+            child = await self._start_command(command, output.writer.fileno(), env)
+            self._commands.add(child)
+            child.exited.add_done_callback(partial(self._forget, child))
+
+        with closing(CommandOutput()) as output:
+            try:
+                await run_shielded(start)
+                assert child is not None, "it has been started"
+                output.writer.close()
+                await asyncio.wait([child.exited])
+            except SpawnError as error:
+                return Answer(False if error.permanent else None, one_line(str(error), _TEXT_MAX))
+            except HostError as error:
+                return Answer(None, one_line(str(error), _TEXT_MAX))
+            finally:
+                if child is not None:
+                    _kill_group(child)
+            status, last = child.exited.result().status, output.last_line()
+        return Answer(status.is_success, f"{status}: {last}" if last else str(status))
+
+    def _forget(self, child: Child, _: object) -> None:
+        self._commands.discard(child)
+
+    async def _read_lines(self, probe: LogMatch) -> None:
+        """Look for the line of each worker, until all have been found."""
+        pattern, attempt = compile_pattern(probe.pattern), self._attempt
+        found: set[int] = set()
+        reader = LogReader(
+            self._logged,
+            lambda one: one.attempt == attempt and one.is_one_of(None, probe.streams),
+            follow=True,
+        )
+        async with reader:
+            while lines := await reader.batch():
+                for line in lines:
+                    if line.rank not in found and pattern.search(line.raw[:_LINE_MAX]):
+                        found.add(line.rank)
+                        self._on_line(line.rank, line.text)
+
+    def _on_line(self, rank: int, text: str) -> None:
+        for local_rank, record in self._records.items():
+            if record.ranks.rank == rank:
+                self._on_answer(local_rank, one_line(text, _TEXT_MAX))
+                self._on_ready(local_rank)
+                return
+
+
+_Address = tuple[socket.AddressFamily, tuple[object, ...]]
+
+
+async def _resolve(host: str, port: int) -> list[_Address]:
+    flags = socket.AI_NUMERICHOST if ":" in host or host.replace(".", "").isdecimal() else 0
+
+    def look_up() -> list[_Address]:
+        infos = socket.getaddrinfo(without_idna(host), port, type=socket.SOCK_STREAM, flags=flags)
+        return [(family, address) for family, _, _, _, address in infos]
+
+    return look_up() if flags else await run_in_thread(look_up, daemon=True)
+
+
+async def _read_status(reader: asyncio.StreamReader) -> int:
+    """Return the status of an answer, or raise ValueError or OSError; read its whole head."""
+    left = _HEAD_MAX
+    while True:
+        line = first = await _read_line(reader, left)
+        while line not in (b"\r\n", b"\n", b""):
+            left -= len(line)
+            line = await _read_line(reader, left)
+        words = first.split(None, 2)
+        is_http = len(words) > 1 and words[0].startswith(b"HTTP/1.") and words[1].isdigit()
+        if not is_http or len(words[1]) != 3:
+            raise ValueError("the answer is no HTTP" if first else "no answer: connection closed")
+        if (status := int(words[1])) >= 200:  # else an interim answer (RFC 9110)
+            return status
+
+
+async def _read_line(reader: asyncio.StreamReader, left: int) -> bytes:
+    with suppress(ValueError):  # it is longer than the limit of the reader
+        if len(line := await reader.readline()) <= left:
+            return line
+    raise ValueError(f"the head of the answer has more than {_HEAD_MAX} bytes")
+
+
+def _kill_group(child: Child) -> None:
+    """Kill a command that still runs, with its process group, which it leads."""
+    # While it is not reaped, its number is that of no other group.
+    if not child.has_ended():
+        with suppress(OSError):
+            os.killpg(child.pid, signal.SIGKILL)

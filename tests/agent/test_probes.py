@@ -1,0 +1,426 @@
+"""Probes of the workers of a job, at real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+import ssl
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_aio import (
+    Agent,
+    DeadlineMissed,
+    Event,
+    Exec,
+    Http,
+    JobFailed,
+    LaunchSpec,
+    LivenessSpec,
+    LogMatch,
+    LogSpec,
+    Notify,
+    SpecError,
+    Tcp,
+    WorkerReady,
+    WorkerStarted,
+    launch,
+)
+from tests.support.certificates import Authority
+from tests.support.children import SLEEPER, noting, shell, until
+from tests.support.leaks import alive
+from tests.support.restarts import at_once
+from tests.support.sockets import free_port
+
+pytestmark = pytest.mark.both_loops
+
+FAST: dict[str, Any] = {"period": 0.02, "timeout": 5.0}
+
+
+class Server:
+    """An HTTP server of the test: its answers, and the requests that it has had."""
+
+    def __init__(self) -> None:
+        self.answer = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+        self.is_silent = False
+        self.requests: list[bytes] = []
+        self.port = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            self.requests.append(await reader.readuntil(b"\r\n\r\n"))
+            if not self.is_silent:
+                writer.write(self.answer)
+                await writer.drain()
+            else:
+                await reader.read()
+        except (OSError, EOFError):
+            pass
+        finally:
+            writer.close()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/health"
+
+
+@asynccontextmanager
+async def serving(context: ssl.SSLContext | None = None) -> AsyncIterator[Server]:
+    made = Server()
+    listening = await asyncio.start_server(made.serve, "127.0.0.1", 0, ssl=context)
+    made.port = listening.sockets[0].getsockname()[1]
+    async with listening:
+        yield made
+
+
+@asynccontextmanager
+async def running(*command: str, **fields: Any) -> AsyncIterator[tuple[Agent, list[Event]]]:
+    """Run a job, which is stopped at the end of the block."""
+    events: list[Event] = []
+    spec = LaunchSpec(command or SLEEPER, **fields)
+    async with Agent(spec, listeners=[events.append]) as agent:
+        yield agent, events
+
+
+def count(events: list[Event], kind: type[Event]) -> int:
+    return sum(isinstance(event, kind) for event in events)
+
+
+async def seen(events: list[Event], kind: type[Event], number: int) -> None:
+    await until(lambda: count(events, kind) == number)
+
+
+def answer_of(agent: Agent) -> str:
+    """Return the last answer of the first worker; empty before it."""
+    return "".join(worker.probe for worker in agent.status(usage=False).workers[:1])
+
+
+async def test_a_job_is_ready_when_all_workers_answer() -> None:
+    """`status` says so, with the last answer; a ready worker is asked no more."""
+    async with (
+        serving() as server,
+        running(nproc_per_node=2, ready=Http(server.url, **FAST)) as (agent, events),
+    ):
+        server.answer = b"HTTP/1.1 503 Busy\r\n\r\n"
+        await until(lambda: len(server.requests) > 4)
+        assert agent.status().is_running
+        assert not agent.status().is_ready
+        assert answer_of(agent) == "HTTP status 503"
+        server.answer = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.0 204 x\r\n\r\n"
+        await until(lambda: agent.status().is_ready)
+        assert count(events, WorkerReady) == 2
+        assert answer_of(agent) == "HTTP status 204"
+        assert all(one.ready_since for one in agent.status().workers)
+        seen = len(server.requests)
+        await asyncio.sleep(0)
+        assert len(server.requests) == seen
+        assert server.requests[0].split(b"\r\n")[:2] == [
+            b"GET /health HTTP/1.1",
+            f"Host: 127.0.0.1:{server.port}".encode(),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (b"HTTP/1.1 301 Moved\r\nLocation: /x\r\n\r\n", "HTTP status 301"),
+        (b"HTTP/1.1 404\r\n\r\n", "HTTP status 404"),
+        (b"SSH-2.0-x\r\n", "the answer is no HTTP"),
+        (b"HTTP/1.1 2000 x\r\n\r\n", "the answer is no HTTP"),
+        (b"", "no answer: connection closed"),
+        (b"HTTP/1.1 200 " + b"x" * 20_000, "the head of the answer has more than 16384 bytes"),
+        (b"HTTP/1.1 200\r\n" + b"a: b\r\n" * 9_000, "the head of the answer has more than 16384"),
+    ],
+)
+async def test_any_answer_is_read(answer: bytes, text: str) -> None:
+    """The server may be any program, and send anything."""
+    async with serving() as server:
+        server.answer = answer
+        async with running(ready=Http(server.url, **FAST)) as (agent, _):
+            await until(lambda: answer_of(agent))
+            assert answer_of(agent).startswith(text)
+            assert agent.status().is_ready is (b" 301 " in answer)
+
+
+async def test_https_needs_no_certificate_of_a_known_authority(
+    authority: Authority, tmp_path: Path
+) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    made = authority.issue()
+    assert made.cert is not None
+    context.load_cert_chain(made.cert, made.key)
+    async with serving(context) as server:
+        url = f"https://localhost:{server.port}/"
+        async with running(ready=Http(url, **FAST)) as (agent, _):
+            await until(lambda: agent.status().is_ready)
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+async def test_a_server_that_says_nothing_is_not_waited_for(scheme: str) -> None:
+    """Also one that does not begin TLS; nothing stays open."""
+    async with serving() as server:
+        server.is_silent = True
+        url = f"{scheme}://127.0.0.1:{server.port}/"
+        async with running(ready=Http(url, period=0.02, timeout=0.05)) as (agent, _):
+            await until(lambda: answer_of(agent))
+            assert answer_of(agent) in ("no answer within 0.05 s", "this process was blocked")
+
+
+async def test_tcp_and_the_addresses_of_a_name() -> None:
+    """The first one that accepts counts."""
+    port = free_port("127.0.0.1")
+    async with running(ready=Tcp(f"localhost:{port}", **FAST)) as (agent, _):
+        await until(lambda: answer_of(agent) == "connection refused")
+        with socket.create_server(("127.0.0.1", port)):
+            await until(lambda: agent.status().is_ready)
+            assert answer_of(agent) == "connected"
+
+
+async def test_a_command_has_the_ranks_of_its_worker(tmp_path: Path) -> None:
+    """In its arguments and its environment, with that of the job."""
+    probe = Exec(
+        f"test $RANK.$LOCAL_RANK.$WORLD_SIZE.$X = ${{local_rank}}.${{local_rank}}.2.y"
+        f" && test -e {tmp_path}/ready.${{local_rank}} || {{ echo one; echo two; exit 3; }}",
+        **FAST,
+    )
+    async with running(nproc_per_node=2, ready=probe, env={"X": "y"}) as (agent, events):
+        await until(lambda: answer_of(agent) == "exit code 3: two")
+        (tmp_path / "ready.1").touch()
+        await until(lambda: count(events, WorkerReady))
+        assert [event.rank for event in events if isinstance(event, WorkerReady)] == [1]
+        assert not agent.status().is_ready
+        (tmp_path / "ready.0").touch()
+        await until(lambda: agent.status().is_ready)
+
+
+async def test_a_command_that_takes_too_long_is_killed_with_its_group(tmp_path: Path) -> None:
+    """And a command that runs when the job is stopped."""
+    pids = tmp_path / "pids"
+    probe = Exec(f"echo $$ >> {pids}; sleep 98 & echo $! >> {pids}; wait", period=0.02, timeout=0.3)
+    async with running(ready=probe) as (agent, _):
+        await until(lambda: answer_of(agent).startswith("no answer within"))
+        first = [int(line) for line in pids.read_text().split()][:2]
+        await until(lambda: not any(map(alive, first)))
+        known = len(pids.read_text().split())
+        await until(lambda: len(pids.read_text().split()) >= known + 2)
+    assert not any(alive(int(line)) for line in pids.read_text().split())
+
+
+async def test_a_command_that_is_missing_is_a_failure() -> None:
+    async with running(ready=Exec(["no-such-command"], **FAST)) as (agent, _):
+        await until(lambda: answer_of(agent))
+        assert answer_of(agent) == "cannot run no-such-command: command not found"
+
+
+@pytest.mark.parametrize("logs", [LogSpec(tee=3, log_dir="logs"), LogSpec(redirects=3)])
+async def test_a_line_of_each_worker(
+    logs: LogSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On either stream; the reader ends with the last one."""
+    monkeypatch.chdir(tmp_path)
+    command = shell(
+        "echo no; [ $RANK = 0 ] && echo is up on $RANK || { sleep 0.1; echo is up >&2; }"
+        "; exec sleep 99"
+    )
+    ready = LogMatch("up( on 0)?$")
+    async with running(*command, nproc_per_node=2, ready=ready, logs=logs) as (agent, _):
+        await until(lambda: agent.status().is_ready)
+        assert answer_of(agent) == "is up on 0"
+
+
+async def test_a_stream_that_is_in_no_file_is_refused() -> None:
+    """Before anything starts."""
+    spec = LaunchSpec(SLEEPER, ready=LogMatch("x", stream="stdout"), logs=LogSpec(capture=False))
+    with pytest.raises(SpecError, match=r"^ready: is in no file, so that it cannot be read; use"):
+        await launch(spec)
+
+
+async def test_a_message_makes_a_worker_ready_unless_a_probe_does() -> None:
+    """It has the address that programs for systemd know."""
+    say = shell('echo READY=1 >&$ELASTIC_AIO_NOTIFY_FD; echo "$NOTIFY_SOCKET"; exec sleep 99')
+    async with running(*say, ready=Notify(), logs=LogSpec(redirects=1)) as (agent, _):
+        await until(lambda: agent.status().is_ready)
+        async with agent.logs(streams=["stdout"]) as lines:
+            assert (await anext(lines)).text.startswith("@")
+    port = free_port("127.0.0.1")
+    async with running(*say, ready=Tcp(f"127.0.0.1:{port}", **FAST)) as (agent, events):
+        await until(lambda: any(one.heartbeat for one in agent.status().workers))
+        assert not count(events, WorkerReady)
+
+
+async def test_a_worker_that_is_not_ready_in_time_has_hung() -> None:
+    """The reason has the last answer; the next attempt begins anew."""
+    port = free_port("127.0.0.1")
+    limits = LivenessSpec(ready_timeout=0.3)
+    spec = LaunchSpec(
+        SLEEPER,
+        ready=Tcp(f"127.0.0.1:{port}", **FAST),
+        liveness=limits,
+        max_restarts=1,
+        restart=at_once(),
+    )
+    with pytest.raises(JobFailed) as caught:
+        await launch(spec)
+    assert len(caught.value.result.attempts) == 2
+    assert caught.value.failures[0].message == (
+        "not ready 0.3 s after its start (ready timeout), last probe: connection refused"
+    )
+
+
+async def test_a_worker_that_is_not_alive_has_hung() -> None:
+    """Asked when it is ready; then the attempt fails, and the next one is asked again."""
+    events: list[Event] = []
+    async with serving() as server:
+        spec = LaunchSpec(
+            SLEEPER,
+            ready=Tcp(f"127.0.0.1:{server.port}", **FAST),
+            alive=Http(server.url, threshold=2, **FAST),
+            max_restarts=1,
+            restart=at_once(),
+        )
+        async with Agent(spec, listeners=[events.append]) as agent:
+            for attempts in (1, 2):
+                server.answer = b"HTTP/1.1 200 OK\r\n\r\n"
+                await seen(events, WorkerReady, attempts)
+                await until(lambda: answer_of(agent) == "HTTP status 200")
+                server.answer = b"HTTP/1.1 500 Broken\r\n\r\n"
+                await seen(events, DeadlineMissed, attempts)
+            with pytest.raises(JobFailed) as caught:
+                await agent.wait()
+    why = "not alive: its probe has failed, last answer: HTTP status 500"
+    assert caught.value.failures[0].message == why
+    missed = next(event for event in events if isinstance(event, DeadlineMissed))
+    assert (missed.deadline, missed.why, missed.limit) == ("probe", why, 0.0)
+    assert count(events, WorkerStarted) == 2
+
+
+async def test_a_failed_probe_may_be_reported_only() -> None:
+    """Once, until it succeeds."""
+    port = free_port("127.0.0.1")
+    probe = Tcp(f"127.0.0.1:{port}", threshold=1, **FAST)
+    report = LivenessSpec(on_timeout="report")
+    async with running(alive=probe, liveness=report) as (agent, events):
+        await until(lambda: count(events, DeadlineMissed))
+        with socket.create_server(("127.0.0.1", port)):
+            await until(lambda: answer_of(agent) == "connected")
+            assert count(events, DeadlineMissed) == 1
+        await until(lambda: count(events, DeadlineMissed) == 2)
+        assert agent.status().is_ready
+
+
+async def test_a_lack_of_descriptors_is_no_fault_of_the_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+
+    def refuse(*_: object) -> Any:
+        asked.append(1)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async with serving() as server:
+        probe = Tcp(f"127.0.0.1:{server.port}", threshold=1, **FAST)
+        async with running(alive=probe) as (agent, events):
+            await until(lambda: answer_of(agent) == "connected")
+            monkeypatch.setattr("elastic_aio.agent.probes.socket.socket", refuse)
+            await until(lambda: len(asked) > 3)
+            monkeypatch.undo()
+            assert answer_of(agent).startswith("too many open files")
+            assert not count(events, DeadlineMissed)
+
+
+async def test_a_blocked_loop_is_no_fault_of_the_worker() -> None:
+    """The server has answered in time, and this process did not look."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/"
+        probe = Http(url, period=0.02, timeout=0.1, threshold=1)
+        async with running(alive=probe) as (agent, events):
+            connection = await accepted(listening)
+            with connection:
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n")
+                time.sleep(0.5)  # the loop is blocked
+                await until(lambda: answer_of(agent))
+            assert answer_of(agent) == "this process was blocked"
+            assert not count(events, DeadlineMissed)
+
+
+async def accepted(listening: socket.socket) -> socket.socket:
+    """Accept a connection, and read its request."""
+    connection, _ = await asyncio.to_thread(listening.accept)
+    connection.settimeout(30)
+    await asyncio.to_thread(connection.recv, 4096)
+    return connection
+
+
+async def test_probes_end_with_the_worker_that_has_exited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one is still asked."""
+    monkeypatch.setenv("NOTES", str(tmp_path))
+    asked = tmp_path / "asked"
+    probe = Exec(f"echo $RANK >> {asked}; test $RANK = 1", period=0.02, timeout=5, threshold=99)
+    command = noting(
+        f"[ $RANK = 0 ] || exec sleep 99; until [ -e {tmp_path}/go ]; do sleep 0.01; done"
+    )
+    async with running(*command, nproc_per_node=2, alive=probe) as (agent, _):
+        await until(lambda: asked.exists() and {"0", "1"} <= set(asked.read_text().split()))
+        (tmp_path / "go").touch()
+        await until(lambda: agent.status().workers[0].state == "succeeded")
+        before = asked.read_text().split()
+        await until(lambda: asked.read_text().split().count("1") > before.count("1") + 3)
+        assert asked.read_text().split().count("0") <= before.count("0") + 1
+
+
+async def test_a_signal_to_the_workers_does_not_reach_a_command(tmp_path: Path) -> None:
+    """Nor is its pid among theirs."""
+    trace = tmp_path / "trace"
+    probe = Exec(
+        f"trap 'echo usr1 >> {trace}' USR1; echo $$ >> {trace}; sleep 98 & wait", timeout=9
+    )
+    command = shell(f"trap 'echo worker >> {trace}' USR1; while :; do sleep 0.01; done")
+    async with running(*command, ready=probe) as (agent, _):
+        await until(lambda: trace.exists() and trace.read_text().strip())
+        assert agent.forward_signal("SIGUSR1") == tuple(agent.pids().values())
+        await until(lambda: "worker" in trace.read_text())
+        assert "usr1" not in trace.read_text()
+
+
+async def test_one_timer_serves_all_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between questions a job has no task and no thread for them."""
+    async with serving() as server:
+        probe = Http(server.url, period=30, threshold=2)
+        before = threading.active_count()
+        async with running(nproc_per_node=8, ready=probe) as (agent, _):
+            await until(lambda: len([one for one in agent.status().workers if one.probe]) == 8)
+            names = [task.get_name() for task in asyncio.all_tasks()]
+            await until(lambda: not [name for name in task_names() if "probe" in name])
+            assert threading.active_count() == before
+            assert names
+
+
+def task_names() -> list[str]:
+    return [task.get_name() for task in asyncio.all_tasks()]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda url: Http(url, **FAST), lambda _: Exec("sleep 97", **FAST)]
+)
+async def test_a_cancelled_job_leaves_no_question(make: Callable[[str], Any]) -> None:
+    """Cancelled at any time, twice."""
+    async with serving() as server:
+        server.is_silent = True
+        for seconds in (0.0, 0.02, 0.05, 0.1):
+            job = asyncio.ensure_future(launch(LaunchSpec(SLEEPER, alive=make(server.url))))
+            await asyncio.sleep(seconds)
+            job.cancel()
+            await asyncio.sleep(0)
+            job.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await job
