@@ -77,9 +77,10 @@ class Entrypoint:
     def descriptors_each(self) -> int:
         """How many descriptors of this process one worker takes."""
         # Asyncio's pidfd and ours, two logs, the socket of its messages; two pipes; a function's
-        # call and result.
+        # call and result; a question of a probe: pidfds and a pipe, or a connection.
         pipes = 2 if self._spec.logs.on_full == "console" else int(self._spec.logs.capture)
-        return 5 + pipes + (2 if self.is_function else 0)
+        probe = 4 if (self._spec.ready, self._spec.alive) != (None, None) else 0
+        return 5 + pipes + probe + (2 if self.is_function else 0)
 
     @property
     def spawner(self) -> Spawner:

@@ -193,10 +193,10 @@ class Liveness:
             yield descriptor
 
     def on_started(self, record: WorkerRecord) -> None:
-        if self._probes is not None and not self._is_stopping and record.is_running:
-            self._probes.add(record)
         if self._watchdog is not None:
             self._watchdog.on_started(record)
+        if self._probes is not None and not self._is_stopping and record.is_running:
+            self._probes.add(record)
 
     def _on_ready(self, local_rank: int) -> None:
         if self._probes is not None:

@@ -21,7 +21,6 @@ from typing import Final, Protocol
 from msgspec import Struct
 
 from elastic_aio.agent.failures import WorkerRecord
-from elastic_aio.agent.health import CommandOutput
 from elastic_aio.aio import (
     PausableClock,
     cancel_and_wait,
@@ -34,6 +33,7 @@ from elastic_aio.errors import HostError, SpawnError
 from elastic_aio.logs.reader import LogReader
 from elastic_aio.logs.streams import LoggedStreams
 from elastic_aio.process.children import Child
+from elastic_aio.process.command_output import CommandOutput
 from elastic_aio.sockets import without_idna
 from elastic_aio.spec.probe import (
     Exec,
@@ -112,6 +112,7 @@ class Probes:
         self._ending: set[asyncio.Task[None]] = set()
         self._commands: set[Child] = set()
         self._reading: asyncio.Task[None] | None = None
+        self._lines: dict[int, str] = {}  # the first that matches, by rank
         self._alarm: asyncio.TimerHandle | None = None
         self._addresses: dict[tuple[str, int], list[_Address]] = {}
         self._context: ssl.SSLContext | None = None
@@ -128,10 +129,14 @@ class Probes:
 
     def add(self, record: WorkerRecord) -> None:
         """Begin to ask a worker that has been started."""
-        self._records[record.ranks.local_rank] = record
-        self._table.add(record.ranks.local_rank, self._clock.now())
+        local_rank = record.ranks.local_rank
+        self._records[local_rank] = record
+        self._table.add(local_rank, self._clock.now())
+        if record.report is not None and record.report.ready_at is not None:
+            self._table.set_ready(local_rank, self._clock.now())
         if isinstance(self._ready, LogMatch) and self._reading is None:
             self._reading = create_task(self._read_lines(self._ready), name="log lines")
+        self._note_line(record)
         self._set_alarm()
 
     def set_ready(self, local_rank: int) -> None:
@@ -152,6 +157,7 @@ class Probes:
 
     def end(self) -> None:
         """Ask no worker any more: they are being stopped.  Idempotent."""
+        self._lines.clear()
         for local_rank in [*self._records]:
             self.remove(local_rank)
 
@@ -314,7 +320,6 @@ class Probes:
     async def _read_lines(self, probe: LogMatch) -> None:
         """Look for the line of each worker, until all have been found."""
         pattern, attempt = compile_pattern(probe.pattern), self._attempt
-        found: set[int] = set()
         reader = LogReader(
             self._logged,
             lambda one: one.attempt == attempt and one.is_one_of(None, probe.streams),
@@ -323,16 +328,16 @@ class Probes:
         async with reader:
             while lines := await reader.batch():
                 for line in lines:
-                    if line.rank not in found and pattern.search(line.raw[:_LINE_MAX]):
-                        found.add(line.rank)
-                        self._on_line(line.rank, line.text)
+                    if line.rank not in self._lines and pattern.search(line.raw[:_LINE_MAX]):
+                        self._lines[line.rank] = one_line(line.text, _TEXT_MAX)
+                        for record in [*self._records.values()]:
+                            self._note_line(record)
 
-    def _on_line(self, rank: int, text: str) -> None:
-        for local_rank, record in self._records.items():
-            if record.ranks.rank == rank:
-                self._on_answer(local_rank, one_line(text, _TEXT_MAX))
-                self._on_ready(local_rank)
-                return
+    def _note_line(self, record: WorkerRecord) -> None:
+        """Note that a worker is ready by a line, which may be read before it counts as started."""
+        if (text := self._lines.get(record.ranks.rank)) is not None:
+            self._on_answer(record.ranks.local_rank, text)
+            self._on_ready(record.ranks.local_rank)
 
 
 _Address = tuple[socket.AddressFamily, tuple[object, ...]]
@@ -373,7 +378,7 @@ async def _read_line(reader: asyncio.StreamReader, left: int) -> bytes:
 
 def _kill_group(child: Child) -> None:
     """Kill a command that still runs, with its process group, which it leads."""
-    # While it is not reaped, its number is that of no other group.
-    if not child.has_ended():
+    # While it is not reaped, its number is that of no other group; in a fork it is not ours.
+    if child.send_signal(signal.SIGKILL):
         with suppress(OSError):
             os.killpg(child.pid, signal.SIGKILL)

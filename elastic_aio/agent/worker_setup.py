@@ -18,7 +18,7 @@ from typing import Any, Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elastic_aio.aio import set_result_if_pending
+from elastic_aio.aio import run_in_thread, run_shielded, set_result_if_pending
 from elastic_aio.errors import HostError, SpawnError, SpecError
 from elastic_aio.process import exec_main
 from elastic_aio.process.cgroups import Cgroup
@@ -84,7 +84,12 @@ class WorkerSetup:
             self._listeners = Listeners(self._spec.sockets)
             await self._listeners.open(self._nproc)
         if limits.cgroup:
-            self._cgroup = Cgroup.make(limits.cgroup)
+            # In a thread: the kernel takes long to move a process.  Its end is waited for, so that
+            # what it has made is known.
+            await run_shielded(lambda: run_in_thread(self._make_cgroup, limits, daemon=True))
+
+    def _make_cgroup(self, limits: LimitSpec) -> None:
+        self._cgroup = self._cgroup or Cgroup.make(limits.cgroup)
 
     async def spawn_worker(self, spawn: Spawn, spec: ChildSpec, local_rank: int) -> Child:
         """Start a worker with all of it, or raise SpawnError (see `ExecStarter.start`)."""

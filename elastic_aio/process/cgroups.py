@@ -15,6 +15,7 @@ from contextlib import suppress
 from itertools import count
 from typing import Final
 
+from elastic_aio.aio import run_in_thread
 from elastic_aio.errors import HostError
 from elastic_aio.process import proc
 from elastic_aio.text import error_reason
@@ -60,7 +61,7 @@ class Cgroup:
         """
         base = (own or own_directory)()
         controllers = {name.partition(".")[0]: f"limits.{name.replace('.', '_')}" for name in files}
-        base = _enable(base, controllers, children or _children)
+        base = _enable(base, controllers, children or _own_children)
         _remove_old(base)
         path = os.path.join(base, f"{PREFIX}{os.getpid()}-{next(_numbers)}")
         try:
@@ -93,7 +94,7 @@ class Cgroup:
         """
         self.kill()
         for _ in range(_REMOVALS):
-            if _remove(self.path):
+            if await run_in_thread(_remove, self.path, daemon=True):
                 return
             # What has been killed and reaped leaves the cgroup a little later.
             await asyncio.sleep(_REMOVAL_S)
@@ -155,7 +156,7 @@ def _move_aside(base: str, field: str, children: Callable[[], list[int]]) -> Non
         raise _refused(field, "write", os.path.join(aside, "cgroup.procs"), error) from error
 
 
-def _children() -> list[int]:
+def _own_children() -> list[int]:
     return [process.pid for process in proc.iter_descendants(os.getpid())]
 
 

@@ -405,6 +405,19 @@ def test_where_the_kernel_has_killed(before: OomCounts, killed: str) -> None:
     assert before.kills_until(OomCounts(group=3, host=9)) == text
 
 
+async def test_a_kill_by_the_limit_of_the_workers_is_named(case: Case, tmp_path: Path) -> None:
+    """It stands before what the kernel has killed elsewhere."""
+    counts = tmp_path / "memory.events"
+    counts.write_text("low 0\nmax 7\noom 3\noom_kill 1\noom_group_kill 0\n")
+    case.worker(ExitStatus(signal=9))
+    before = OomCounts.read(str(tmp_path))
+    assert before.workers == 1
+    assert (await case.failures(oom_before=before))[0].cause == ""
+    counts.write_text("oom 4\noom_kill 2\n")
+    found = await case.failures(oom_before=before)
+    assert found[0].cause == "out of memory: killed by the memory limit of its cgroup"
+
+
 async def test_a_full_disk_is_named(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """A log on a disk without room explains why lines are missing."""
     case.worker(BAD, stderr=b"x\n")

@@ -34,6 +34,8 @@ from elastic_aio import (
     WorkerStarted,
     launch,
 )
+from elastic_aio.agent.runtime import LocalRuntime
+from elastic_aio.process.children import Child
 from tests.support.certificates import Authority
 from tests.support.children import SLEEPER, noting, shell, until
 from tests.support.leaks import alive
@@ -234,6 +236,47 @@ async def test_a_line_of_each_worker(
     async with running(*command, nproc_per_node=2, ready=ready, logs=logs) as (agent, _):
         await until(lambda: agent.status().is_ready)
         assert answer_of(agent) == "is up on 0"
+
+
+async def test_a_line_that_is_read_before_its_worker_counts_as_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The start of a process may take long enough for its output."""
+    original = LocalRuntime.spawn
+
+    async def spawn(self: LocalRuntime, *args: Any) -> Child:
+        child = await original(self, *args)
+        await asyncio.sleep(0.2)
+        return child
+
+    monkeypatch.setattr(LocalRuntime, "spawn", spawn)
+    command, logs = shell("echo up; exec sleep 99"), LogSpec(redirects=3)
+    ready, probe = LogMatch("up"), Exec("true", **FAST)
+    async with running(*command, nproc_per_node=2, ready=ready, alive=probe, logs=logs) as (
+        agent,
+        events,
+    ):
+        await until(lambda: agent.status().is_ready)
+        assert count(events, WorkerReady) == 2
+        await until(lambda: answer_of(agent) == "exit code 0")
+
+
+async def test_a_message_before_its_worker_counts_as_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is ready once, and asked whether it is alive."""
+    original = LocalRuntime.spawn
+
+    async def spawn(self: LocalRuntime, *args: Any) -> Child:
+        child = await original(self, *args)
+        await asyncio.sleep(0.2)
+        return child
+
+    monkeypatch.setattr(LocalRuntime, "spawn", spawn)
+    say = shell("echo READY=1 >&$ELASTIC_AIO_NOTIFY_FD; exec sleep 99")
+    async with running(*say, ready=Notify(), alive=Exec("true", **FAST)) as (agent, events):
+        await until(lambda: answer_of(agent) == "exit code 0")
+        assert count(events, WorkerReady) == 1
 
 
 async def test_a_stream_that_is_in_no_file_is_refused() -> None:

@@ -14,7 +14,7 @@ import pytest
 from elastic_aio.cli.sd_notify import ServiceNotifier
 from elastic_aio.events import JobStarted
 from elastic_aio.node_events import RoundForming
-from tests.support.children import DEADLINE_S, until
+from tests.support.children import DEADLINE_S, until, until_sync
 from tests.support.cli import run_cli, running_cli
 
 BASH = ["--no-python", "bash", "-c"]
@@ -70,6 +70,24 @@ def test_a_service(manager: Manager) -> None:
         assert stopping["STATUS"].endswith("SIGTERM was received")
         last = manager.read_until("STOPPING")[-1]
         assert last["STATUS"].startswith("job stopped after ")
+
+
+@pytest.mark.e2e
+def test_a_service_whose_workers_have_a_probe(manager: Manager, tmp_path: Path) -> None:
+    """It is ready when the probe finds all of them ready."""
+    env, is_up = {"NOTIFY_SOCKET": manager.address}, tmp_path / "up"
+    options = (
+        "--nproc-per-node=2",
+        "--ready",
+        f"exec:test -e {is_up} || echo $RANK >> {is_up}.asked",
+    )
+    with running_cli(*options, *BASH, "sleep 99", env=env) as job:
+        until_sync(lambda: is_up.with_suffix(".asked").exists())
+        assert not any("READY" in message for message in manager.read_all())
+        is_up.touch()
+        assert manager.read_until("READY")[-1]["STATUS"] == "running: 2 workers"
+        job.send(signal.SIGTERM)
+        job.wait()
 
 
 @pytest.mark.e2e

@@ -41,11 +41,11 @@ agent.core_file agent.health agent.later agent.multi_node_driver agent.probes ag
 cli.dry_run cli.event_file cli.finished_jobs cli.parser cli.rendezvous_options cli.restart_options
 cli.schedulers cli.sd_notify cli.suggestions control.session discovery event_json group hardware
 http logs.inotify logs.line_filter logs.reader logs.trimmer multiprocessing node_events
-process.calls process.cgroups process.exec_main process.fork process.forkserver process.listeners
-process.lost_jobs record recorder rendezvous spec.limits spec.probe spec.rdzv_conf spec.sockets
-spec.torchrun stacks store.client store.server store.tls torch_events torch_logs torch_variables
-watch watch.forensics worker.bootstrap worker.membership worker.notify worker.recorder
-worker.scripts worker.timers
+process.calls process.cgroups process.command_output process.exec_main process.fork
+process.forkserver process.listeners process.lost_jobs record recorder rendezvous spec.limits
+spec.probe spec.rdzv_conf spec.sockets spec.torchrun stacks store.client store.server store.tls
+torch_events torch_logs torch_variables watch watch.forensics worker.bootstrap worker.membership
+worker.notify worker.recorder worker.scripts worker.timers
 agent.supervisor child_events spec.group
 """
 

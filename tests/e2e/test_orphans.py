@@ -493,3 +493,19 @@ def test_a_daemon_without_its_environment_ends_with_the_job(stays: bool, tmp_pat
         assert select.select([pidfd], [], [], 0)[0], "the daemon runs"
         os.close(pidfd)
     until_sync(all_exited)
+
+
+def test_the_command_of_a_probe(tmp_path: Path) -> None:
+    """It ends with the workers, which inherit sockets; the path of a socket is replaced then."""
+    path, note = tmp_path / "s", tmp_path / "probe"
+    command = f"exec:echo $$ > {note}.new; mv {note}.new {note}; sleep 97 & wait"
+    options = "--socket", f"unix://{path}", "--ready", command
+    for _ in range(2):
+        with tree(tmp_path, 2, *options) as (job, pids):
+            pids.append(int(until_sync(lambda: note.exists() and note.read_text())))
+            assert path.is_socket()
+            kill(job, pids)
+        assert path.is_socket()
+        for file in tmp_path.iterdir():
+            if file.name != "s":
+                file.unlink()
