@@ -11,6 +11,7 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
+from elastic_aio.aio import run_in_thread
 from elastic_aio.errors import HostError
 from elastic_aio.spec.checks import format_host_port
 from elastic_aio.text import one_line
@@ -105,6 +106,25 @@ def without_idna(host: str | None) -> str | bytes | None:
     if host is not None and host.isascii() and host.replace(".", "").isdecimal():
         return host.encode()
     return host
+
+
+async def look_up(host: str, port: int) -> list[Address]:
+    """Return the addresses of a host with a TCP port, or raise OSError.
+
+    A name is looked up in a thread: a server may be asked for it.
+    """
+    is_number = ":" in host or host.replace(".", "").isdecimal()
+    flags = socket.AI_NUMERICHOST if is_number else 0
+
+    def ask() -> list[Address]:
+        known = without_idna(host)
+        try:
+            infos = socket.getaddrinfo(known, port, type=socket.SOCK_STREAM, flags=flags)
+        except UnicodeError as error:  # IDNA refuses the name
+            raise OSError(str(error)) from error
+        return [(family, address) for family, _, _, _, address in infos]
+
+    return ask() if is_number else await run_in_thread(ask, daemon=True)
 
 
 def bind_listeners(host: str | None, port: int, peer_timeout: float) -> list[socket.socket]:

@@ -13,10 +13,10 @@ import os
 import signal
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import closing, suppress
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 from msgspec import Struct
 
@@ -25,7 +25,6 @@ from elastic_aio.aio import (
     PausableClock,
     cancel_and_wait,
     create_task,
-    run_in_thread,
     run_shielded,
     when_all_done,
 )
@@ -34,7 +33,7 @@ from elastic_aio.logs.reader import LogReader
 from elastic_aio.logs.streams import LoggedStreams
 from elastic_aio.process.children import Child
 from elastic_aio.process.command_output import CommandOutput
-from elastic_aio.sockets import without_idna
+from elastic_aio.sockets import Address, look_up
 from elastic_aio.spec.probe import (
     Exec,
     Http,
@@ -68,15 +67,6 @@ class Answer(Struct, frozen=True):
     text: str
 
 
-class StartCommand(Protocol):
-    """`LocalRuntime.start_command`."""
-
-    async def __call__(
-        self, argv: tuple[str, ...], output: int, own_env: dict[str, str], /
-    ) -> Child:
-        """Start a command."""
-
-
 class Probes:
     """The probes of the workers of one job on this host; must be closed."""
 
@@ -86,7 +76,7 @@ class Probes:
         alive: PolledProbe | None,
         clock: PausableClock,
         *,
-        start_command: StartCommand,
+        start_command: Callable[..., Awaitable[Child]],
         logged: LoggedStreams,
         on_answer: Callable[[int, str], None],
         on_ready: Callable[[int], None],
@@ -114,7 +104,7 @@ class Probes:
         self._reading: asyncio.Task[None] | None = None
         self._lines: dict[int, str] = {}  # the first that matches, by rank
         self._alarm: asyncio.TimerHandle | None = None
-        self._addresses: dict[tuple[str, int], list[_Address]] = {}
+        self._addresses: dict[tuple[str, int], list[Address]] = {}
         self._context: ssl.SSLContext | None = None
         self._attempt = 0
 
@@ -242,7 +232,7 @@ class Probes:
     async def _connect(self, host: str, port: int) -> socket.socket:
         """Return a connection to the first address of a host that accepts one, or raise OSError."""
         if (addresses := self._addresses.get((host, port))) is None:
-            addresses = self._addresses[host, port] = await _resolve(host, port)
+            addresses = self._addresses[host, port] = await look_up(host, port)
         loop, failure = asyncio.get_running_loop(), OSError("it has no address")
         for family, address in addresses:
             sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -338,19 +328,6 @@ class Probes:
         if (text := self._lines.get(record.ranks.rank)) is not None:
             self._on_answer(record.ranks.local_rank, text)
             self._on_ready(record.ranks.local_rank)
-
-
-_Address = tuple[socket.AddressFamily, tuple[object, ...]]
-
-
-async def _resolve(host: str, port: int) -> list[_Address]:
-    flags = socket.AI_NUMERICHOST if ":" in host or host.replace(".", "").isdecimal() else 0
-
-    def look_up() -> list[_Address]:
-        infos = socket.getaddrinfo(without_idna(host), port, type=socket.SOCK_STREAM, flags=flags)
-        return [(family, address) for family, _, _, _, address in infos]
-
-    return look_up() if flags else await run_in_thread(look_up, daemon=True)
 
 
 async def _read_status(reader: asyncio.StreamReader) -> int:

@@ -8,7 +8,6 @@ own, so a field with an option needs nothing here.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, Final
@@ -31,6 +30,7 @@ from elastic_aio.spec.checks import (
     parse_host_port,
     parse_int,
     parse_seconds,
+    parse_size,
     signal_number,
 )
 from elastic_aio.spec.fields import Option, SpecValue, all_fields, field, make_option, spec_fields
@@ -467,10 +467,6 @@ def _color(values: Values, env: Mapping[str, str]) -> str:
 # ------------------------------------------------------------- forms of options
 
 
-_SIZE: Final = r"(?ai)(\d{1,15})([KMGT]?)"
-_UNITS: Final = ("", "K", "M", "G", "T")
-
-
 def _nproc(option: str, text: str) -> int | str:
     return text if (number := parse_int(text)) is None else number
 
@@ -498,10 +494,9 @@ def _ranks(option: str, text: str) -> list[int]:
 
 
 def _size(option: str, text: str) -> int:
-    """Return a number of bytes, with a unit of 1024 (`K`, `M`, `G`, `T`) or without."""
-    if (found := re.fullmatch(_SIZE, text)) is None:
+    if (size := parse_size(text)) is None:
         raise invalid_value(option, "must be a size such as '100M' or '65536'", text)
-    return int(found[1]) << (10 * _UNITS.index(found[2].upper()))
+    return size
 
 
 def _steps(option: str, text: str) -> tuple[StopStep, ...]:

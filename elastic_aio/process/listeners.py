@@ -12,12 +12,11 @@ from contextlib import suppress
 from elastic_aio.aio import run_in_thread
 from elastic_aio.errors import HostError, SpecError
 from elastic_aio.process.exec_main import FIRST
-from elastic_aio.sockets import BACKLOG, port_owner, without_idna
+from elastic_aio.sockets import BACKLOG, Address, look_up, port_owner
 from elastic_aio.spec.sockets import SocketSpec
 from elastic_aio.text import error_reason
 
 _LACK = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
-_Address = tuple[socket.AddressFamily, tuple[object, ...]]
 
 
 class Listeners:
@@ -32,7 +31,7 @@ class Listeners:
         self._specs = specs
         self._shared: dict[SocketSpec, socket.socket] = {}
         self._own: dict[tuple[SocketSpec, int], socket.socket] = {}  # by local rank too
-        self._addresses: dict[SocketSpec, _Address] = {}
+        self._addresses: dict[SocketSpec, Address] = {}
         self._paths: list[tuple[str, os.stat_result]] = []
         self._kept: list[int] = []
 
@@ -73,8 +72,6 @@ class Listeners:
                     self._own[spec, local_rank] = self._bind(spec)
             else:
                 self._shared[spec] = self._bind(spec)
-        except UnicodeError as error:  # IDNA refuses the name
-            raise SpecError("sockets", spec.address, f"cannot be bound: {error}") from error
         except OSError as error:
             raise await _refusal(spec, error) from error
 
@@ -159,20 +156,12 @@ def _is_stale(path: str) -> bool:
         return client.connect_ex(path) == errno.ECONNREFUSED
 
 
-async def _resolve(host: str | None, port: int) -> _Address:
+async def _resolve(host: str | None, port: int) -> Address:
     """Return the address of a host, an IPv4 one if it has one; None is all addresses."""
     if host is None:
-        if socket.has_dualstack_ipv6():
-            return socket.AF_INET6, ("::", port)
-        return socket.AF_INET, ("0.0.0.0", port)
-    flags = socket.AI_PASSIVE
-    # In a thread, as a name may be asked of a server: the resolver has time limits of its own.
-    infos = await run_in_thread(
-        lambda: socket.getaddrinfo(without_idna(host), port, type=socket.SOCK_STREAM, flags=flags),
-        daemon=True,
-    )
-    family, _, _, _, address = min(infos, key=lambda info: info[0] != socket.AF_INET)
-    return family, address
+        is_dual = socket.has_dualstack_ipv6()
+        return (socket.AF_INET6, ("::", port)) if is_dual else (socket.AF_INET, ("0.0.0.0", port))
+    return min(await look_up(host, port), key=lambda found: found[0] != socket.AF_INET)
 
 
 async def _refusal(spec: SocketSpec, error: OSError) -> SpecError | HostError:

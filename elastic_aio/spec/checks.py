@@ -319,6 +319,13 @@ def parse_int(text: str) -> int | None:
     return int(text) if is_number else None
 
 
+def parse_size(text: str) -> int | None:
+    """Return a number of bytes, with a unit of 1024 (`K`, `M`, `G`, `T`) or without; else None."""
+    if (found := re.fullmatch(r"(?ai)(\d{1,15})([KMGT]?)", text)) is None:
+        return None
+    return int(found[1]) << (10 * ("", "K", "M", "G", "T").index(found[2].upper()))
+
+
 def parse_number(
     option: str, text: str, *, least: int = 0, most: int = MAX_NUMBER, unit: str = "a whole number"
 ) -> int:

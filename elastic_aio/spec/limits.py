@@ -7,21 +7,18 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from elastic_aio.errors import SpecError
-from elastic_aio.spec.checks import Seconds, Whole, check_keys, checked_name, is_integer
+from elastic_aio.spec.checks import Seconds, Whole, check_keys, checked_name, is_integer, parse_size
 from elastic_aio.spec.fields import Converted, SpecValue, field, spec_fields
 
-_SIZE: Final = re.compile(r"(\d{1,15})([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
-_UNITS: Final = ("", "K", "M", "G", "T")
 _BYTES_MAX: Final = 1 << 62
 _ID_MAX: Final = (1 << 32) - 2  # the last one means "unchanged" to setuid(2)
 
 
 def _size(name: str, value: object) -> int:
-    if isinstance(value, str) and (found := _SIZE.fullmatch(value)):
-        value = int(found[1]) << (10 * _UNITS.index(found[2].upper()))
-    if not is_integer(value) or not 0 < value <= _BYTES_MAX:
+    size = parse_size(value) if isinstance(value, str) else value
+    if not is_integer(size) or not 0 < size <= _BYTES_MAX:
         raise SpecError(name, value, "must be a size such as '512M' or a number of bytes")
-    return value
+    return size
 
 
 def _between(low: int, high: int) -> Any:

@@ -427,9 +427,10 @@ async def test_a_signal_to_the_workers_does_not_reach_a_command(tmp_path: Path) 
     probe = Exec(
         f"trap 'echo usr1 >> {trace}' USR1; echo $$ >> {trace}; sleep 98 & wait", timeout=9
     )
-    command = shell(f"trap 'echo worker >> {trace}' USR1; while :; do sleep 0.01; done")
+    up = tmp_path / "up"
+    command = shell(f"trap 'echo worker >> {trace}' USR1; touch {up}; while :; do sleep 0.01; done")
     async with running(*command, ready=probe) as (agent, _):
-        await until(lambda: trace.exists() and trace.read_text().strip())
+        await until(lambda: up.exists() and trace.exists() and trace.read_text().strip())
         assert agent.forward_signal("SIGUSR1") == tuple(agent.pids().values())
         await until(lambda: "worker" in trace.read_text())
         assert "usr1" not in trace.read_text()
