@@ -20,13 +20,15 @@ later step, or the guardian in place of this process, needs:
 5. The fork server is killed, and what its modules have started is stopped; while it still imports,
    it is stopped by the plan too.  The program is closed: the memory files with the calls and
    results of functions.  The group has read the results by now.
-6. The guardian exits.  It has to outlive the fork server, which it would otherwise not kill if this
-   process were killed between the two steps.
+6. The guardian leaves the job alone; after the last job of the program it exits.  It has to guard
+   the fork server, which it would otherwise not kill if this process were killed between the two
+   steps.
 7. The cgroup of the workers is removed, which is empty unless a process could not be killed.  The
    tree is closed: a survivor that exits later must not write to the session list.  Orphans are
    adopted until here, so that the last orphans are found and reaped.
-8. The session list and the standard streams are closed.  The guardian (and its replacement, if it
-   is being started) inherits the list, so it is open for as long as a guardian runs.
+8. The job and the standard streams are closed, and with the last job of the program the session
+   list.  The guardian (and its replacement, if it is being started) inherits the list, so it is
+   open for as long as a guardian runs.
 9. The descriptor limit is released: everything that needed the higher limit is closed.
 10. The directory is tidied: empty files and directories are removed, which the tee had open until
     step 3.  The answer, whether logs remain, goes into the job's result.
@@ -222,9 +224,8 @@ class LocalRuntime:
             raise HostError(f"cannot start a job here: {error_reason(error)}") from error
         if self._setup is not None:
             await self._setup.open()
-        early = take_early()
-        job = self.job = GuardedJob.create() if early is None else early.job
-        self._tree = ProcessTree(job.marker, self.clock, job.session_list, since=job.since)
+        job = self.job = take_early() or GuardedJob.create(self.spec.stop)
+        self._tree = ProcessTree(job.marker, self.clock, job.sessions, since=job.since)
         if self._setup is not None:
             self._tree.on_kill = self._setup.kill
         self._guardian = Guardian(
@@ -233,7 +234,6 @@ class LocalRuntime:
             on_restarted=lambda pid: self.publish(GuardianRestarted(pid=pid)),
             on_lost=lambda why: self.publish(GuardianLost(why=why)),
             python=self.spec.python,
-            early=early,
         )
         self._guardian.start()
         self.output.open(self._streams)
@@ -256,7 +256,7 @@ class LocalRuntime:
 
     def _keep_pipes(self, descriptors: list[int]) -> None:
         if self.job is not None:
-            self.job.pipes.replace(descriptors)
+            self.job.keep_pipes(descriptors)
 
     def release(self) -> None:
         """Let the guardian end the job; needs no event loop."""

@@ -28,6 +28,7 @@ from elastic_aio.cli.store_options import add_store_options, store_spec
 from elastic_aio.control.client import list_jobs
 from elastic_aio.errors import HostError, SpecError, StoreError
 from elastic_aio.launcher import run_coroutine
+from elastic_aio.process.descendants import SessionList
 from elastic_aio.process.lost_jobs import LostScanner
 from elastic_aio.process.proc import is_foreign
 from elastic_aio.process.tree import ProcessTree
@@ -199,7 +200,7 @@ async def _end_lost_jobs(arguments: argparse.Namespace) -> None:
     if is_foreign():
         raise JobError("--host: /proc shows another pid namespace than that of this process")
     scanner = LostScanner()
-    tree = ProcessTree("", PausableClock(), -1, scanner=scanner)
+    tree = ProcessTree("", PausableClock(), SessionList(), scanner=scanner)
     try:
         if await tree.descendants() is None:
             raise JobError("--host: /proc cannot be read")

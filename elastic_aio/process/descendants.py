@@ -12,13 +12,21 @@ it to a job whose parent is a daemon of the scheduler.
 
 A session counts only while its number cannot have been used again (`WorkerSession`).
 
-The list of the sessions is an anonymous file in memory, which an agent writes and its guardian
-reads.  Writing wakes no process, and the file outlives the agent while the guardian holds it open.
-A line has the session's number, the ticks at which its leader started, the ticks at which the
-leader was reaped (`-` until then), padding, and a checksum.  A SIGKILL of the agent can cut a write
-short.  A line of 64 bytes lies within one page of the file, which the kernel copies at once; if it
-is torn even so, the checksum tells, and only this entry is lost: its processes are then found by
-the marker, as before they were listed.
+The list of the sessions is an anonymous file in memory, which the program writes and its guardian
+reads.  Writing wakes no process, and the file outlives the program while the guardian holds it
+open.  All jobs of the program are in one file, so that one guardian knows them, and a guardian that
+takes the place of another one too.
+
+A line is a row.  That of a job (`j`) has the number of its owner, the ticks at which it began, what
+its processes get when they are ended (a signal, a grace in seconds, the scope `o` or `a`: in order,
+or all at once), and whether they are to be ended now (see `JobRow`).  That of a session (`s`) has
+the number of its owner, its own number, the ticks at which its leader started, and the ticks at
+which the leader was reaped (`-` until then).  Padding and a checksum follow.
+
+A SIGKILL of the program can cut a write short.  A row of 64 bytes lies within one page of the file,
+which the kernel copies at once; if it is torn even so, the checksum tells, and only this entry is
+lost: the processes of a session are then found by the marker, as before they were listed.  A row
+does not move; the number of a row that is free again is used again.
 
 An open row with the number 0 (`STARTING`) says that children are being started since these ticks. A
 child has neither a session nor the marker before its exec, which a file system can delay.
@@ -29,6 +37,7 @@ The guardian runs this file in a bare interpreter, as `proc`.
 from __future__ import annotations
 
 import binascii
+import itertools
 import os
 
 TYPE_CHECKING = False
@@ -41,6 +50,8 @@ if TYPE_CHECKING:
 
 STARTING = 0
 """Number of the row for children that are being started."""
+FINAL = -1
+"""The `end` of a job that does not go on."""
 _LINE = 64
 _BODY = _LINE - 9
 # How often one scan looks again at execs under way, and the pause before, in seconds: an
@@ -84,39 +95,94 @@ class WorkerSession:
         return self.closed is None or start <= self.closed
 
 
-def list_size(workers: int) -> int:
-    """Return the bytes of a list with these workers, the fork server, and a starting worker."""
-    return (workers + 2) * _LINE
+class JobRow:
+    """What the list says of one job.
 
-
-def write_session(descriptor: int, row: int, session: WorkerSession) -> None:
-    closed = b"-" if session.closed is None else b"%x" % session.closed
-    body = b"%x %x %s" % (session.number, session.opened, closed)
-    body = body.ljust(_BODY)
-    os.pwrite(descriptor, b"%s%08x\n" % (body, binascii.crc32(body)), row * _LINE)
-
-
-def write_session_list(descriptor: int, sessions: Iterable[WorkerSession]) -> None:
-    """Replace a session list by some of its sessions, in the same order.
-
-    The lines that stay move forward one by one, so that each is in the file at any moment; stale
-    lines are cut off last.
+    `end` is 0 for a job that runs, the number of the request if the guardian is asked to end what
+    is left of it now, and `FINAL` if its program goes on without it.
     """
-    row = 0
-    for row, session in enumerate(sessions, 1):
-        write_session(descriptor, row - 1, session)
-    os.ftruncate(descriptor, row * _LINE)
+
+    __slots__ = ("end", "grace", "is_ordered", "sessions", "signal", "since")
+
+    def __init__(
+        self, since: int, signal: int, grace: float, is_ordered: bool, end: int = 0
+    ) -> None:
+        self.since = since
+        self.signal = signal
+        self.grace = grace
+        self.is_ordered = is_ordered
+        self.end = end
+        self.sessions: dict[int, WorkerSession] = {}
+
+
+def list_size(rows: int) -> int:
+    """Return the bytes of a list with so many rows."""
+    return rows * _LINE
+
+
+class ListFile:
+    """The rows of a list, which several threads may write; the caller closes the descriptor."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Begin with an empty file."""
+        self.descriptor = descriptor
+        self.rows = 0
+        """How many rows the file has, those that are free included."""
+        self._numbers = itertools.count()
+        self._free: list[int] = []
+
+    def take(self) -> int:
+        """Return a row that is free."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            row = next(self._numbers)
+            self.rows = max(self.rows, row + 1)
+            return row
+
+    def give_back(self, rows: Iterable[int]) -> None:
+        """Let rows be taken again, whatever they hold."""
+        self._free.extend(rows)
+
+    def write_job(self, row: int, owner: int, job: JobRow) -> None:
+        scope = b"o" if job.is_ordered else b"a"
+        body = b"%x %x %.6g %s %d" % (job.since, job.signal, job.grace, scope, job.end)
+        self._write(row, b"j %x %s" % (owner, body))
+
+    def write_session(self, row: int, owner: int, session: WorkerSession) -> None:
+        closed = b"-" if session.closed is None else b"%x" % session.closed
+        body = b"%x %x %s" % (session.number, session.opened, closed)
+        self._write(row, b"s %x %s" % (owner, body))
+
+    def _write(self, row: int, body: bytes) -> None:
+        body = body.ljust(_BODY)
+        line = b"%s%08x\n" % (body, binascii.crc32(body))
+        os.pwrite(self.descriptor, line, row * _LINE)
+
+    def clear(self, rows: Iterable[int]) -> None:
+        """Empty rows, each within one write; they stay taken."""
+        first = last = -1
+        for row in sorted(rows):
+            if row != last:
+                self._fill(first, last)
+                first = row
+            last = row + 1
+        self._fill(first, last)
+
+    def _fill(self, first: int, last: int) -> None:
+        if last > first:
+            os.pwrite(self.descriptor, bytes((last - first) * _LINE), first * _LINE)
 
 
 class SessionList:
-    """The sessions of a job's workers by number, as `sessions`, and the list of them."""
+    """The sessions of a job's workers by number, as `sessions`, and their rows in a list."""
 
-    def __init__(self, descriptor: int) -> None:
-        """Begin without sessions; the caller closes `descriptor`, after `detach`."""
+    def __init__(self, file: ListFile | None = None, owner: int = 0) -> None:
+        """Begin without sessions; without a `file` they are not listed."""
         self.sessions: dict[int, WorkerSession] = {}
-        self._starting: list[WorkerSession] = []  # one at most
         self._rows: dict[int, int] = {}  # by number
-        self._descriptor = descriptor
+        self._file = file
+        self._owner = owner
 
     def add(self, session: WorkerSession) -> None:
         self.sessions[session.number] = session
@@ -128,43 +194,62 @@ class SessionList:
             self._write(session)
 
     def remove(self, numbers: Iterable[int]) -> None:
+        rows = []
         for number in numbers:
             del self.sessions[number]
-        if self._descriptor >= 0:
-            rows = [*self._starting, *self.sessions.values()]
-            # As they are in the file: each moves forward.
-            rows.sort(key=lambda session: self._rows[session.number])
-            write_session_list(self._descriptor, rows)
-            self._rows = {session.number: row for row, session in enumerate(rows)}
+            if number in self._rows:
+                rows.append(self._rows.pop(number))
+        if self._file is not None:
+            self._file.clear(rows)
+            self._file.give_back(rows)
 
     def set_starting(self, since: int | None) -> None:
         """Note since which ticks children are being started; None: not any more."""
-        self._starting = [] if since is None else [WorkerSession(STARTING, since)]
-        self._write(self._starting[0] if self._starting else WorkerSession(STARTING, 0, 0))
+        session = WorkerSession(STARTING, since or 0, 0 if since is None else None)
+        self._write(session)
 
     def detach(self) -> None:
-        """Write no more."""
-        self._descriptor = -1
+        """Write no more: the job is not listed any more.  Idempotent."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.give_back(self._rows.values())
+            self._rows.clear()
 
     def _write(self, session: WorkerSession) -> None:
-        if self._descriptor >= 0:  # else a process that could not be killed has ended after all
-            row = self._rows.setdefault(session.number, len(self._rows))
-            write_session(self._descriptor, row, session)
+        if self._file is not None:  # else a process that could not be killed has ended after all
+            number = session.number
+            if number not in self._rows:
+                self._rows[number] = self._file.take()
+            self._file.write_session(self._rows[number], self._owner, session)
 
 
-def read_session_list(descriptor: int) -> dict[int, WorkerSession]:
-    """Return the sessions by number, without torn lines; `STARTING` while children are started."""
+def read_jobs(descriptor: int) -> dict[int, JobRow]:
+    """Return the listed jobs by owner, without torn rows.
+
+    A job has its sessions by number, `STARTING` among them while children are started.
+    """
     content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-    sessions = {}
+    jobs: dict[int, JobRow] = {}
+    sessions: list[tuple[int, WorkerSession]] = []
     for start in range(0, len(content), _LINE):
         body, checksum = content[start : start + _BODY], content[start + _BODY : start + _LINE]
-        if checksum == b"%08x\n" % binascii.crc32(body):
-            number, opened, closed = body.split()
-            end = None if closed == b"-" else int(closed, 16)
-            sessions[int(number, 16)] = WorkerSession(int(number, 16), int(opened, 16), end)
-    if STARTING in sessions and sessions[STARTING].closed is not None:
-        del sessions[STARTING]
-    return sessions
+        if checksum != b"%08x\n" % binascii.crc32(body):
+            continue
+        kind, owner, *fields = body.split()
+        if kind == b"j":
+            since, signal, grace, scope, end = fields
+            job = JobRow(int(since, 16), int(signal, 16), float(grace), scope == b"o", int(end))
+            jobs[int(owner, 16)] = job
+        else:
+            number, opened, closed = fields
+            if number != b"0" or closed == b"-":
+                ended = None if closed == b"-" else int(closed, 16)
+                session = WorkerSession(int(number, 16), int(opened, 16), ended)
+                sessions.append((int(owner, 16), session))
+    for owner_number, session in sessions:
+        if owner_number in jobs:  # else the row is one of a former job
+            jobs[owner_number].sessions[session.number] = session
+    return jobs
 
 
 # ------------------------------------------------------------------------------ scans
@@ -198,6 +283,38 @@ def list_execs(since: int, program: tuple[int, int, int] | None) -> list[proc.Pr
         return []
 
 
+class Snapshot:
+    """The processes of this host at one moment, each read when a scan asks for it.
+
+    Scans of several jobs share one: each process is read once for all of them.
+    """
+
+    def __init__(self, *, is_shared: bool = False) -> None:
+        """List the processes, or raise an OSError; a shared one keeps what it reads."""
+        with os.scandir("/proc") as directory:
+            self.inodes = {
+                int(item.name): item.inode() for item in directory if item.name.isdecimal()
+            }
+        self.inodes.pop(proc.own_pid(), None)
+        self._processes: dict[int, proc.ProcEntry | None] = {}
+        self._environments: dict[tuple[int, int], bytes] = {}
+        self._is_shared = is_shared
+
+    def read(self, pid: int) -> proc.ProcEntry | None:
+        if not self._is_shared:
+            return proc.read_process(pid)
+        if pid not in self._processes:
+            self._processes[pid] = proc.read_process(pid)
+        return self._processes[pid]
+
+    def environment_of(self, process: proc.ProcEntry) -> bytes | None:
+        """Do the same as the function; an empty one, which an exec may hide, is read again."""
+        environment = self._environments.get(process.identity) or environment_of(process)
+        if environment and self._is_shared:
+            self._environments[process.identity] = environment
+        return environment
+
+
 class Scanner:
     """Finds the descendants of a job's workers; remembers what later scans need not look at."""
 
@@ -207,6 +324,7 @@ class Scanner:
         since: int,
         sessions: Mapping[int, WorkerSession],
         adopters: Callable[[], Collection[int]],
+        hidden: set[tuple[int, int]] | None = None,
     ) -> None:
         """Scan for one job.
 
@@ -216,6 +334,8 @@ class Scanner:
             sessions: the workers' sessions by number, which may change between scans.
             adopters: returns the pids of the processes that adopt orphans of the job; called if
                 only the marker says that a process is of the job.
+            hidden: identities of the processes that an exec hid to the end of a scan; scanners
+                that share them do not wait for the same exec.
         """
         self.marker = marker
         self.since = since
@@ -226,10 +346,11 @@ class Scanner:
         # (proc_flush_pid), so that a process with the same pid has a directory with another
         # number; readdir(3) gives the number at no cost.
         self.older: dict[int, int] = {}
-        # The identities of the processes that an exec hid to the end of a scan.
-        self._hidden: set[tuple[int, int]] = set()
+        self._hidden: set[tuple[int, int]] = set() if hidden is None else hidden
 
-    def find(self, known: Mapping[int, int]) -> Generator[float, None, list[proc.ProcEntry]]:
+    def find(
+        self, known: Mapping[int, int], snapshot: Snapshot | None = None
+    ) -> Generator[float, None, list[proc.ProcEntry]]:
         """Read every process once; return the live descendants of the workers.
 
         Yields before each process, so that a caller with an event loop can run other tasks: 0, or
@@ -240,17 +361,14 @@ class Scanner:
         Raises:
             OSError: there is no /proc, or this process has no descriptors or memory left.
         """
-        found = _Found(self)
+        snapshot = snapshot or Snapshot()
+        found = _Found(self, snapshot)
         hidden: list[proc.ProcEntry] = []
-        me = proc.own_pid()
-        with os.scandir("/proc") as directory:
-            inodes = {int(item.name): item.inode() for item in directory if item.name.isdecimal()}
-        inodes.pop(me, None)
-        for pid, inode in inodes.items():
+        for pid, inode in snapshot.inodes.items():
             if self.older.get(pid) == inode:
                 continue
             yield 0.0
-            process = proc.read_process(pid)
+            process = snapshot.read(pid)
             if process is None or process.is_dead:
                 continue
             if process.start < self.since:
@@ -281,11 +399,12 @@ class Scanner:
 class _Found:
     """The processes of the job that a scan has found, and those that may belong to it."""
 
-    def __init__(self, scanner: Scanner) -> None:
+    def __init__(self, scanner: Scanner, snapshot: Snapshot) -> None:
         self.ours: dict[int, proc.ProcEntry] = {}
         self._unknown: dict[int, proc.ProcEntry] = {}
         self._marked: set[int] = set()
         self._scanner = scanner
+        self._snapshot = snapshot
         self._adopter_pids: Collection[int] | None = None
 
     def classify(self, process: proc.ProcEntry) -> bool | None:
@@ -295,10 +414,25 @@ class _Found:
             self.ours[process.pid] = process
             return True
         self._unknown[process.pid] = process
-        is_marked = _has_marker(process, self._scanner.marker)
+        is_marked = self._has_marker(process)
         if is_marked:
             self._marked.add(process.pid)
         return is_marked
+
+    def _has_marker(self, process: proc.ProcEntry) -> bool | None:
+        """Return whether the environment holds the marker; None: an exec hides it."""
+        if process.flags & proc.PF_KTHREAD:
+            return False
+        environment = self._snapshot.environment_of(process)
+        if environment == b"" and not process.flags & proc.PF_EXITING:
+            # For about a millisecond of an exec neither the environment nor the arguments can
+            # be read; a process that really has no environment still has arguments.
+            may_be_in_exec = proc.read(process.pid, "cmdline") == b""
+            # Once more: the exec may have ended between the two reads.
+            environment = self._snapshot.environment_of(process)
+            if may_be_in_exec and environment == b"":
+                return None
+        return b"\0" + self._scanner.marker + b"=" in b"\0" + (environment or b"")
 
     def is_hidden(self, former: proc.ProcEntry) -> bool:
         """Look again at a process; return whether an exec still hides it."""
@@ -350,22 +484,6 @@ def may_adopt(pid: int) -> set[int]:
             break
         found.add(pid)
     return found
-
-
-def _has_marker(process: proc.ProcEntry, marker: bytes) -> bool | None:
-    """Return whether the environment holds the marker; None: an exec hides it."""
-    if process.flags & proc.PF_KTHREAD:
-        return False
-    environment = environment_of(process)
-    if environment == b"" and not process.flags & proc.PF_EXITING:
-        # For about a millisecond of an exec neither the environment nor the arguments can
-        # be read; a process that really has no environment still has arguments.
-        may_be_in_exec = proc.read(process.pid, "cmdline") == b""
-        # Once more: the exec may have ended between the two reads.
-        environment = environment_of(process)
-        if may_be_in_exec and environment == b"":
-            return None
-    return b"\0" + marker + b"=" in b"\0" + (environment or b"")
 
 
 def environment_of(process: proc.ProcEntry) -> bytes | None:

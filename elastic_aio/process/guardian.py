@@ -1,16 +1,20 @@
-"""The agent's side of the guardian process: started before the workers, kept running.
+"""The program's side of the guardian process: started before the workers, kept running.
 
 No worker may outlive its supervisor, not even a supervisor that SIGKILL ends.  The kernel's own
 means do not suffice: PR_SET_PDEATHSIG reaches the direct child only and fires when the spawning
-thread ends; a writable cgroup needs privileges.  So each agent has a further process, a bare
-interpreter of about 4 MB that waits until the agent is gone and then ends what is left
+thread ends; a writable cgroup needs privileges.  So each program with jobs has a further process, a
+bare interpreter of about 4 MB that waits until the program is gone and then ends what is left
 (`guardian_main`).
 
-The guardian notices the end of the supervisor by a lock that the kernel releases.  An event loop
-may be closed, and the program go on, while a job is still running: then `_LoopAnchor` releases it.
+The guardian notices the end of the program by a lock that the kernel releases.  An event loop may
+be closed, and the program go on, while jobs are still running: then `_LoopAnchor` lets the guardian
+end these.
+
+The event loops of several threads may have jobs, and each may be closed first.  So each has a
+`_Keeper`, which waits for the end of the guardian; the first to notice it starts another one.
 
 An interpreter may fail to start, and `sys.executable` may be a frozen application, which would run
-itself.  So the guardian reports through a pipe that it works, and no worker starts before.
+itself.  So the guardian reports that it works, and no worker starts before.
 """
 
 from __future__ import annotations
@@ -22,14 +26,20 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from elastic_aio.aio import ForkGuard, create_task, run_shielded, set_result_if_pending
 from elastic_aio.errors import HostError
-from elastic_aio.process.children import Child, ReapedChild
-from elastic_aio.process.guardian_process import FAILED, GuardedJob, GuardianProcess
+from elastic_aio.process.adopted import subreaper
+from elastic_aio.process.children import PidfdWatch
+from elastic_aio.process.guardian_process import (
+    FAILED,
+    GuardedJob,
+    GuardedProgram,
+    GuardianProcess,
+)
 from elastic_aio.spec.stop import StopPlan
-from elastic_aio.text import one_line
 
 # Seconds in which a guardian has to report that it works: far more than a busy host needs.
 _START_S = 30.0
@@ -46,7 +56,7 @@ _WINDOW_S = 1.0
 
 
 class Guardian:
-    """Keeps one guardian process running while the job lasts; must be closed."""
+    """The guardian as one job needs it: it runs while the job lasts; must be closed."""
 
     def __init__(
         self,
@@ -56,60 +66,51 @@ class Guardian:
         on_restarted: Callable[[int], None],
         on_lost: Callable[[str], None],
         python: str | None = None,
-        early: GuardianProcess | None = None,
     ) -> None:
         """Configure; nothing is started yet.
 
         Args:
             job: the caller closes it.
-            plan: the guardian sends its first signal first.
+            plan: of the stop of the job.
             on_restarted: called with the pid of a guardian that took the place of another.
             on_lost: called with the reason when a guardian has ended and another one does
                 not start; further attempts follow, up to a minute apart.
             python: an interpreter, in case this program is not run by one.
-            early: the first process, if it has been spawned before.
         """
-        self._job = job
+        self.job = job
+        self.python = python
         self._end_s = plan.guardian_grace + plan.reap_timeout + _MARGIN_S
-        self._spawn = partial(GuardianProcess, job, plan, python)
-        self._on_restarted = on_restarted
-        self._on_lost = on_lost
-        self._early = early
-        self._process: _Process | None = None
-        self._keeping: asyncio.Task[None] | None = None
-        self._anchor = -1
+        self.on_restarted = on_restarted
+        self.on_lost = on_lost
+        self._keeper: _Keeper | None = None
         self._is_released = False
+        self._request = 0
+        self._answer: asyncio.Future[bool] | None = None
 
     def __repr__(self) -> str:
-        return f"<Guardian {self._process and self._process.child}>"
+        return f"<Guardian {self._keeper and self._keeper.process}>"
 
     @property
     def pid(self) -> int | None:
         """Process id of the present guardian; None before `start`."""
-        return self._process.child.pid if self._process else None
+        return self._keeper.process.process.pid if self._keeper else None
 
     def start(self) -> None:
-        """Spawn the process, which goes on starting; `wait_ready` must follow.
+        """Spawn the process unless it runs; it goes on starting, and `wait_ready` must follow.
 
         Raises:
             HostError: there is no interpreter for it, or it cannot be spawned.
         """
-        early, self._early = self._early, None
-        self._process = _Process(early or self._spawn())
-        try:
-            anchor = os.eventfd(0, os.EFD_CLOEXEC)
-        except OSError as error:
-            raise HostError(f"{FAILED}: {error}") from error
-        _LoopAnchor(anchor, self._on_loop_closed)
-        self._anchor = anchor
+        self._keeper = _Keeper.of_loop(self)
 
     def release(self) -> None:
         """Let the guardian end the job as if this process had ended; needs no event loop."""
         self._is_released = True
-        self._job.release()
+        self.job.release()
 
-    def _on_loop_closed(self) -> None:
-        if self._anchor >= 0 and not self._is_released:  # else it was closed before
+    def release_with_loop(self) -> None:
+        """Do the same if the job's event loop was closed first."""
+        if not self._is_released:
             self.release()
             warning = "a job was running when its event loop was closed; use `async with`"
             warnings.warn(warning, ResourceWarning, stacklevel=2)
@@ -122,72 +123,155 @@ class Guardian:
         Raises:
             HostError: the process has ended, or has not reported.
         """
-        assert self._process is not None, "start() comes first"
-        await self._process.wait_ready()
-        self._keeping = create_task(self._keep(self._process), name="keep the guardian running")
+        assert self._keeper is not None, "start() comes first"
+        await self._keeper.wait_ready()
 
     async def end_job(self) -> bool:
         """Let the guardian, which has descriptors of its own, stop what this process cannot.
 
-        Another guardian takes its place.  Ends after the grace period and the `reap_timeout` of the
-        stop plan; returns whether the guardian has found no process any more.  Idempotent.
+        Ends after the grace period and the `reap_timeout` of the stop plan; returns whether the
+        guardian has found no process any more.  Other jobs go on.  Idempotent.
         """
-        if self._process is None or self._process.child.exited.done():
-            return False  # another one is being started
-        return await run_shielded(partial(self._end_job, self._process.child))
-
-    async def _end_job(self, child: Child) -> bool:
-        if not child.exited.done():
-            self._job.release()
-            await asyncio.wait([child.exited], timeout=self._end_s)
-        if not child.exited.done():
-            child.send_signal(signal.SIGKILL)
-            await asyncio.wait([child.exited], timeout=_KILL_S)
-        if not child.exited.done():
-            self._on_lost("a guardian cannot be killed")
+        if self._keeper is None:
             return False
-        return child.exited.result().status.is_success
+        return await run_shielded(self._end_job)
+
+    async def _end_job(self) -> bool:
+        assert self._keeper is not None
+        self._answer = asyncio.get_running_loop().create_future()
+        self._request = self.job.request_end()
+        self._keeper.process.process.send_signal(signal.SIGCONT)
+        await asyncio.wait([self._answer], timeout=self._end_s)
+        self.job.resume()
+        return self._answer.done() and self._answer.result()
+
+    def look(self) -> None:
+        """Take the answer to `end_job`, if it is there."""
+        number, is_success = self.job.program.ended.get(self.job.owner, (0, False))
+        if self._answer is not None and number == self._request:
+            set_result_if_pending(self._answer, is_success)
 
     async def aclose(self) -> None:
-        """Kill the process and wait until it is reaped, for 10 seconds at most.  Idempotent."""
+        """Guard the job no more.  Idempotent.
+
+        The last job kills the process and waits until it is reaped, for 10 seconds at most.
+        """
+        is_last = self.job.unlist()
+        if self._keeper is not None:
+            self._keeper.guardians.pop(self, None)
+            if not self._keeper.guardians:
+                await self._keeper.aclose(is_last)
+
+
+class _Keeper:
+    """Keeps the guardian running for the jobs of one event loop; closed after the last."""
+
+    def __init__(self, program: GuardedProgram, python: str | None) -> None:
+        """Spawn it unless it runs, or raise HostError."""
+        self.guardians: dict[Guardian, None] = {}
+        self.loop = asyncio.get_running_loop()
+        self._program = program
+        self._keeping: asyncio.Task[None] | None = None
+        self._watch = self._watch_running(python)
+        try:
+            self._anchor = os.eventfd(0, os.EFD_CLOEXEC)
+        except OSError as error:
+            self._watch.close()
+            raise HostError(f"{FAILED}: {error}") from error
+        _LoopAnchor(self._anchor, self._on_loop_closed)
+        self.loop.add_reader(program.pipes.reports, self._on_report)
+        program.watchers.add(self)
+
+    @classmethod
+    def of_loop(cls, guardian: Guardian) -> _Keeper:
+        """Return the one of the running loop, which keeps this guardian too, or raise HostError."""
+        program, loop = guardian.job.program, asyncio.get_running_loop()
+        with program.lock:
+            keepers = (one for one in program.watchers if isinstance(one, _Keeper))
+            keeper = next((one for one in keepers if one.loop is loop), None)
+            if keeper is None:
+                keeper = cls(program, guardian.python)
+            elif keeper._watch.ended.done():
+                keeper._watch = keeper._watch_running(guardian.python)
+            keeper.guardians[guardian] = None
+            return keeper
+
+    @property
+    def process(self) -> GuardianProcess:
+        return self._watch.process
+
+    async def wait_ready(self) -> None:
+        await self._watch.wait_ready()
+        if self._keeping is None or self._keeping.done():
+            self._keeping = create_task(self._keep(), name="keep the guardian running")
+
+    async def aclose(self, is_last: bool) -> None:
+        """Watch no more; end the process after the last job of the program.  Idempotent."""
+        self._program.watchers.discard(self)
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.wait([self._keeping])
-        if self._process is not None:
-            self._process.close()
-            self._process.child.send_signal(signal.SIGKILL)
-            await asyncio.wait([self._process.child.exited], timeout=_KILL_S)
-        anchor, self._anchor = self._anchor, -1
-        if anchor >= 0:
-            asyncio.get_running_loop().remove_reader(anchor)
+        if self._anchor >= 0:
+            self.loop.remove_reader(self._program.pipes.reports)
+            anchor, self._anchor = self._anchor, -1
+            self.loop.remove_reader(anchor)
+        if is_last:
+            self.process.process.kill()
+            await asyncio.wait([self._watch.ended], timeout=_KILL_S)
+            self._program.process = None
+        self._watch.close()
 
-    async def _keep(self, process: _Process) -> None:
-        """Restart each guardian that ends, at once: until then the job has none."""
+    def look_soon(self) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            self.loop.call_soon_threadsafe(self._look)
+
+    def _on_report(self) -> None:
+        self._program.receive(self)
+        self._look()
+
+    def _look(self) -> None:
+        self._watch.look()
+        for guardian in self.guardians:
+            guardian.look()
+
+    def _on_loop_closed(self) -> None:
+        for guardian in self.guardians:
+            guardian.release_with_loop()
+
+    def _watch_running(self, python: str | None) -> _Watch:
+        with self._program.lock, subreaper.spawning():
+            process = self._program.running_process(python)
+            process.on_reaped = partial(subreaper.own.discard, process.process.pid)
+            subreaper.own.add(process.process.pid)
+            return _Watch(process, self._program)
+
+    async def _keep(self) -> None:
+        """Restart each guardian that ends, at once: until then the jobs have none."""
         restarts: deque[float] = deque(maxlen=_RESTARTS_MAX)
         while True:
-            await asyncio.wait([process.child.exited])
+            await asyncio.wait([self._watch.ended])
             if len(restarts) == _RESTARTS_MAX:
                 # No event reports that the guardian is not killed any more.
                 await asyncio.sleep(max(0.0, restarts[0] + _WINDOW_S - time.monotonic()))
             restarts.append(time.monotonic())
-            process = await self._restart()
-            self._on_restarted(process.child.pid)
+            await self._restart()
+            for guardian in [*self.guardians]:
+                guardian.on_restarted(self.process.process.pid)
 
-    async def _restart(self) -> _Process:
-        """Return a guardian that works; try again with growing delays."""
+    async def _restart(self) -> None:
+        """Return when a guardian works; try again with growing delays."""
         delay = 0.0
         while True:
+            guardians = [*self.guardians]
             try:
-                if not self._is_released:
-                    # `end_job` releases it, and a guardian that finds it free ends at once.
-                    self._job.lock()
-                self._process = _Process(self._spawn())
-                await self._process.wait_ready()
+                if self._watch.ended.done():  # else a job that has just begun was faster
+                    self._watch = self._watch_running(guardians[-1].python)
+                await self._watch.wait_ready()
             except (HostError, OSError) as error:
-                if delay == 0.0:
-                    self._on_lost(str(error))
+                for guardian in guardians if delay == 0.0 else ():
+                    guardian.on_lost(str(error))
             else:
-                return self._process
+                return
             delay = min(max(delay * 2, _DELAY_S), _DELAY_MAX_S)
             await asyncio.sleep(delay)  # no event reports that the cause has gone
 
@@ -213,22 +297,24 @@ class _LoopAnchor:
             self._on_collected()
 
 
-class _Process:
-    """A spawned guardian in an event loop; `wait_ready` must follow, or `close`."""
+class _Watch:
+    """One guardian process in an event loop: `ended` is done when it has ended."""
 
-    def __init__(self, spawned: GuardianProcess) -> None:
-        self._spawned = spawned
-        process = spawned.process
+    def __init__(self, process: GuardianProcess, program: GuardedProgram) -> None:
+        self.process = process
+        self._program = program
+        loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[None] = loop.create_future()
+        self.ended: asyncio.Future[None] = loop.create_future()
         try:
-            on_reaped = partial(setattr, process, "returncode")
-            self.child: Child = ReapedChild(process.pid, on_reaped=on_reaped)
+            self._pidfd = PidfdWatch(os.pidfd_open(process.process.pid), self._on_end)
         except OSError as error:  # no descriptor left for the pidfd
-            spawned.close()
             raise HostError(f"{FAILED}: {error}") from error
-        self._is_closed = False
-        self._loop = asyncio.get_running_loop()
-        self._reported: asyncio.Future[None] = self._loop.create_future()
-        self._loop.add_reader(spawned.report, self._on_report)
+        self.look()
+
+    def look(self) -> None:
+        if self.process.is_ready:
+            set_result_if_pending(self._ready, None)
 
     async def wait_ready(self) -> None:
         """Wait for the report; kill a process that does not report in time.
@@ -236,30 +322,17 @@ class _Process:
         Raises:
             HostError: it has ended, or has not reported.
         """
-        events = (self._reported, self.child.exited)
-        try:
-            await asyncio.wait(events, timeout=_START_S, return_when=asyncio.FIRST_COMPLETED)
-            if not self._reported.done():
-                self.child.send_signal(signal.SIGKILL)
-                raise HostError(f"{FAILED}: {self._spawned.python} {self._problem()}")
-        finally:
-            self.close()
+        events = (self._ready, self.ended)
+        await asyncio.wait(events, timeout=_START_S, return_when=asyncio.FIRST_COMPLETED)
+        if not self.process.is_ready:
+            self.process.process.kill()
+            problem = f"does not report that it works within {_START_S:g} s"
+            raise HostError(f"{FAILED}: {self.process.python} {self.process.problem or problem}")
 
     def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._loop.remove_reader(self._spawned.report)
-            self._spawned.close()
+        self._pidfd.close()
 
-    def _on_report(self) -> None:
-        self._loop.remove_reader(self._spawned.report)
-        if os.read(self._spawned.report, 1):  # else it has closed the pipe: its exit follows
-            set_result_if_pending(self._reported, None)
-
-    def _problem(self) -> str:
-        if not self.child.exited.done():
-            return f"does not report that it works within {_START_S:g} s"
-        content = os.pread(self._spawned.errors, 65536, 0).decode("utf-8", "replace")
-        *_, last = content.splitlines() or [""]
-        reason = f", {one_line(last, 200)}" if last else ""
-        return f"ended at once ({self.child.exited.result().status}{reason})"
+    def _on_end(self) -> None:
+        self._program.receive()  # what it has reported before
+        self.process.has_ended()
+        set_result_if_pending(self.ended, None)

@@ -1,4 +1,7 @@
-"""One guardian process: how it is spawned, and what it guards.
+"""The guardian process of a program: how it is spawned, and what it guards.
+
+There is one for all jobs of the program, whatever event loops and threads they run in.  It starts
+with the first of them and ends with the last; a fork of the program has one of its own.
 
 Its interpreter takes some 8 ms to start, and no worker may start before.  So nothing here needs an
 event loop or asyncio: the command line spawns the guardian before it imports the launcher
@@ -9,20 +12,24 @@ from __future__ import annotations
 
 import _socket
 import fcntl
+import itertools
 import os
 import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-
-from msgspec import Struct
+from threading import RLock
+from typing import Protocol
+from weakref import WeakSet
 
 from elastic_aio.errors import HostError
+from elastic_aio.outcome import ExitStatus
 from elastic_aio.process import proc
+from elastic_aio.process.descendants import FINAL, JobRow, ListFile, SessionList
 from elastic_aio.spec.stop import StopPlan, StopStep
-from elastic_aio.text import error_reason
+from elastic_aio.text import error_reason, one_line
 
 FAILED = "cannot start the guardian process"
 _MAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "guardian_main.py")
@@ -50,7 +57,8 @@ class KeptPipes:
     """The ends of the workers' pipes that this process reads, kept open for the guardian.
 
     They are sent to a Unix socket that the guardian inherits, and stay on the way: it sleeps until
-    this process has ended, and then reads them (SCM_RIGHTS in unix(7)).
+    this process has ended, and then reads them (SCM_RIGHTS in unix(7)).  In the other direction the
+    guardian reports.
     """
 
     def __init__(self) -> None:
@@ -60,26 +68,51 @@ class KeptPipes:
         )
         self.descriptor = self._receiver.fileno()
         """The end that a guardian inherits."""
+        self.reports = self._sender.fileno()
+        """The end at which its reports arrive."""
         for end in (self._sender, self._receiver):
             end.setblocking(False)
-        self._is_empty = True
+        self._messages: dict[int, int] = {}  # on the way, by owner
 
-    def replace(self, descriptors: Sequence[int]) -> None:
-        """Keep only these pipes; the last ones are not kept if the user has too many on the way."""
-        if self._is_empty and not descriptors:
-            return
-        self._is_empty = not descriptors
-        with suppress(OSError):  # BlockingIOError: no message is left
-            while True:
-                _, ancillary, _, _ = self._receiver.recvmsg(1, _socket.CMSG_SPACE(4 * _PIPES_EACH))
-                for _, _, content in ancillary:
-                    for (descriptor,) in struct.iter_unpack("i", content):
-                        os.close(descriptor)
+    def replace(self, owner: int, descriptors: Sequence[int]) -> None:
+        """Keep only these pipes of an owner; the last ones are not kept if too many are on the way.
+
+        The kernel limits them for each user, and a socket takes some 250 messages.
+        """
+        if self._messages.get(owner):
+            count, self._messages = sum(self._messages.values()), {}
+            for _ in range(count):  # what others keep goes to the end of the queue
+                sender, received = self._receive()
+                if sender != owner:
+                    self._send(sender, received)
+                for descriptor in received:
+                    os.close(descriptor)
+        for start in range(0, len(descriptors), _PIPES_EACH):
+            self._send(owner, descriptors[start : start + _PIPES_EACH])
+
+    def _send(self, owner: int, descriptors: Sequence[int]) -> None:
+        content = struct.pack(f"{len(descriptors)}i", *descriptors)
+        rights = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, content)]
         with suppress(OSError):
-            for start in range(0, len(descriptors), _PIPES_EACH):
-                part = descriptors[start : start + _PIPES_EACH]
-                content = struct.pack(f"{len(part)}i", *part)
-                self._sender.sendmsg([b"!"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, content)])
+            self._sender.sendmsg([b"%d" % owner], rights)
+            self._messages[owner] = self._messages.get(owner, 0) + 1
+
+    def _receive(self) -> tuple[int, list[int]]:
+        space = _socket.CMSG_SPACE(4 * _PIPES_EACH)
+        try:
+            data, ancillary, _, _ = self._receiver.recvmsg(32, space)
+        except OSError:
+            return 0, []
+        contents = (content for _, _, content in ancillary)
+        return int(data), [number for one in contents for (number,) in struct.iter_unpack("i", one)]
+
+    def receive_reports(self) -> list[list[int]]:
+        """Return the numbers of each report that has arrived."""
+        reports = []
+        with suppress(BlockingIOError):
+            while True:
+                reports.append([*map(int, self._sender.recv(256).split())])
+        return reports
 
     def close(self) -> None:
         """Close the socket, and what is on the way.  Idempotent."""
@@ -87,90 +120,272 @@ class KeptPipes:
         self._receiver.close()
 
 
-class GuardedJob(Struct, frozen=True):
-    """What a guardian knows of its job.
+class GuardedProgram:
+    """What the jobs of this process share: the list of their sessions, and their guardian.
 
-    `marker` names the job's environment variable; `since` is when the job began, in clock
-    ticks since boot; `session_list` is a descriptor (see `descendants`).
+    Any thread may use it.  A lock on a byte of the list says that this process runs and is still
+    this program: the kernel releases it at the end of the process and at an exec, and forks do not
+    inherit it.  Closing the list, or another descriptor of the file, unlocks it.
+
+    To wake the guardian, which waits for the lock of that byte, this process locks the next byte
+    before it unlocks it (`wake`).  So the guardian distinguishes a program that is gone, which
+    holds no lock, from one that asks for something.
     """
 
-    marker: str
-    since: int
-    session_list: int
-    pipes: KeptPipes
+    lock = RLock()
+    """Held for the time of some system calls, or of a spawn.  A collected event loop may need it
+    again in the same thread."""
+    present: GuardedProgram | None = None
+    """The program of the next job; None if no job is guarded."""
+
+    def __init__(self) -> None:
+        """Open the list, or raise an OSError; `close` must follow."""
+        self.jobs: dict[int, GuardedJob] = {}
+        self.guarded: set[int] = set()
+        self.process: GuardianProcess | None = None
+        """The present guardian, which may have ended."""
+        self.ended: dict[int, tuple[int, bool]] = {}
+        """By owner, the last request to end a job that the guardian has done, and whether nothing
+        was left."""
+        self.watchers: WeakSet[Watcher] = WeakSet()
+        self._fork = os.getpid()
+        self._owners = itertools.count(1)
+        self._serials = itertools.count(1)
+        self._byte = 0
+        # The names of the markers differ by the owner.
+        self._prefix = f"ELASTIC_AIO_JOB_{os.urandom(12).hex()}"
+        with ExitStack() as undo:
+            descriptor = os.memfd_create("elastic_aio-sessions", os.MFD_CLOEXEC)
+            undo.callback(os.close, descriptor)
+            self.list = ListFile(descriptor)
+            self.pipes = KeptPipes()
+            undo.callback(self.pipes.close)
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+            self._resources = undo.pop_all()
 
     @classmethod
-    def create(cls) -> GuardedJob:
+    def current(cls) -> GuardedProgram:
+        """Return the program of the jobs that run, or a new one; raise an OSError."""
+        program = cls.present
+        if program is None or program.is_copy:
+            program = cls.present = cls()
+        return program
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether this is a fork of the process, whose jobs are its own."""
+        return self._fork != os.getpid()
+
+    def next_owner(self) -> tuple[int, str]:
+        """Return a number for a job, and the name of its marker."""
+        owner = next(self._owners)
+        return owner, f"{self._prefix}{owner & 0xFFFFFFFF:08x}"
+
+    def running_process(self, python: str | None) -> GuardianProcess:
+        """Return the guardian, spawned if none runs; for errors see `Guardian.start`."""
+        with self.lock:
+            process = self.process
+            if process is None or process.has_ended():
+                if process is not None:
+                    self.receive()  # what it has reported before its end
+                words = (self.list.descriptor, self.pipes.descriptor, self._prefix)
+                self.process = process = GuardianProcess(words, next(self._serials), python)
+            return process
+
+    def wake(self) -> None:
+        """Let the guardian read the list: a job is to be ended; needs no event loop."""
+        with self.lock:
+            byte = self._byte
+            fcntl.lockf(self.list.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte + 1)
+            self._byte = byte + 1
+            fcntl.lockf(self.list.descriptor, fcntl.LOCK_UN, 1, byte)
+
+    def receive(self, receiver: Watcher | None = None) -> None:
+        """Take the reports of the guardian, and let the watchers look but for the receiver."""
+        with self.lock:
+            for serial, *ended in self.pipes.receive_reports():
+                if ended:
+                    owner, number, is_success = ended
+                    self.ended[owner] = number, bool(is_success)
+                elif self.process is not None and self.process.serial == serial:
+                    self.process.is_ready = True
+                    self.process.close()
+            for watcher in [*self.watchers]:
+                if watcher is not receiver:
+                    watcher.look_soon()
+
+    def forget(self, owner: int) -> None:
+        """Guard a job no more; the next job belongs to another program if this was the last."""
+        self.guarded.discard(owner)
+        if not self.guarded and GuardedProgram.present is self:
+            GuardedProgram.present = None
+
+    def close_if_unused(self) -> None:
+        if not self.jobs:
+            process, self.process = self.process, None
+            if process is not None and not process.has_ended():
+                process.process.kill()
+                process.process.wait()  # it was killed: this returns at once
+                process.has_ended()
+            self._resources.close()
+
+
+def _forget_program() -> None:
+    GuardedProgram.lock = RLock()  # another thread of the parent may hold it
+    GuardedProgram.present = None
+    _early.clear()
+
+
+os.register_at_fork(after_in_child=_forget_program)
+
+
+class Watcher(Protocol):
+    """Waits in an event loop for reports of the guardian."""
+
+    def look_soon(self) -> None:
+        """Look at `GuardedProgram.process` and `ended`; called in any thread."""
+
+
+class GuardedJob:
+    """A job that the guardian ends when this process has ended; must be closed.
+
+    `marker` names the job's environment variable; `since` is when the job began, in clock
+    ticks since boot; `sessions` has its part of the list.
+    """
+
+    def __init__(self, program: GuardedProgram, plan: StopPlan) -> None:
+        """List the job, or raise an OSError; `create` does it in the present program."""
+        first = plan.steps[0] if plan.steps else StopStep(signal.SIGKILL, 0)
+        grace = min(first.grace, plan.guardian_grace)
+        self.program = program
+        self.owner, self.marker = program.next_owner()
+        # One tick earlier: processes of the present tick may be older or newer.
+        self.since = proc.ticks_now() - 1
+        self.sessions = SessionList(program.list, self.owner)
+        self._listed = JobRow(self.since, first.signal, grace, not plan.reaches_all(first))
+        self._requests = 0
+        self._row = program.list.take()
+        self._is_listed = True
+        self._write()
+        program.jobs[self.owner] = self
+        program.guarded.add(self.owner)
+
+    def __repr__(self) -> str:
+        return f"<GuardedJob {self.marker}>"
+
+    @classmethod
+    def create(cls, plan: StopPlan | None = None) -> GuardedJob:
         """Begin a job; `close` must follow.
 
-        The session list is locked, which says that this process runs and is still this
-        program.  Closing the descriptor, or another one of this file, unlocks it.
+        `plan` has the signal that its processes get first, and the grace.
 
         Raises:
             HostError: the kernel has no anonymous files or pidfds, or no descriptor is left.
         """
         if not hasattr(os, "pidfd_open") or not hasattr(os, "memfd_create"):
             raise HostError("elastic_aio needs Linux 5.3 or newer (pidfd_open, memfd_create)")
-        try:
-            with ExitStack() as undo:
-                session_list = os.memfd_create("elastic_aio-sessions", os.MFD_CLOEXEC)
-                undo.callback(os.close, session_list)
-                marker = f"ELASTIC_AIO_JOB_{os.urandom(16).hex()}"
-                # One tick earlier: processes of the present tick may be older or newer.
-                job = cls(marker, proc.ticks_now() - 1, session_list, KeptPipes())
-                undo.callback(job.pipes.close)
-                job.lock()
-                undo.pop_all()
-                return job
-        except OSError as error:
-            raise HostError(f"cannot create an anonymous file: {error_reason(error)}") from error
+        with GuardedProgram.lock:
+            try:
+                program = GuardedProgram.current()
+                try:
+                    return cls(program, plan or StopPlan())
+                except OSError:
+                    program.close_if_unused()
+                    raise
+            except OSError as error:
+                problem = f"cannot create an anonymous file: {error_reason(error)}"
+                raise HostError(problem) from error
 
-    def lock(self) -> None:
-        """Lock the session list, or raise an OSError if a guardian has locked it."""
-        fcntl.lockf(self.session_list, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    def _write(self) -> None:
+        self.program.list.write_job(self._row, self.owner, self._listed)
+
+    def keep_pipes(self, descriptors: Sequence[int]) -> None:
+        """Keep only these pipes of the job (see `KeptPipes`)."""
+        with self.program.lock:
+            self.program.pipes.replace(self.owner, descriptors)
+
+    def request_end(self) -> int:
+        """Let the guardian end what is left of the job; return the number of the request.
+
+        Its answer will be in `GuardedProgram.ended`; `resume` must follow.
+        """
+        self._requests += 1
+        self._set_end(self._requests)
+        self.program.wake()
+        return self._requests
+
+    def resume(self) -> None:
+        """Let the job go on: the guardian ends it with this process."""
+        self._set_end(0)
+        self.program.wake()
 
     def release(self) -> None:
         """Let the guardian end the job as if this process had ended; needs no event loop."""
-        fcntl.lockf(self.session_list, fcntl.LOCK_UN)
+        self._set_end(FINAL)
+        self.program.wake()
+
+    def _set_end(self, end: int) -> None:
+        if self._is_listed and self._listed.end != FINAL:
+            self._listed.end = end
+            self._write()
+
+    def unlist(self) -> bool:
+        """Let the guardian leave the job alone; return whether it was the last.  Idempotent."""
+        with self.program.lock:
+            if self._is_listed:
+                self._is_listed = False
+                self.program.list.clear([self._row])
+                self.program.list.give_back([self._row])
+                self.program.pipes.replace(self.owner, ())
+                self.program.ended.pop(self.owner, None)
+            self.program.forget(self.owner)
+            return not self.program.guarded
 
     def close(self) -> None:
-        """Close the session list, which a guardian takes for the end of this process."""
-        self.pipes.close()
-        os.close(self.session_list)
+        """Guard the job no more; the last one ends the guardian.  Idempotent."""
+        if self.program.is_copy:
+            return
+        with self.program.lock:
+            self.unlist()
+            self.sessions.detach()
+            if self.program.jobs.pop(self.owner, None) is not None:
+                self.program.close_if_unused()
 
 
 class GuardianProcess:
     """A guardian that has been spawned; `close` must follow."""
 
-    def __init__(self, job: GuardedJob, plan: StopPlan, python: str | None) -> None:
-        """Spawn it; for arguments and errors, see `Guardian` and its `start`."""
-        self.job = job
+    def __init__(self, words: Sequence[object], serial: int, python: str | None) -> None:
+        """Spawn it, with these arguments and the number by which it reports that it works.
+
+        For `python` and errors, see `Guardian` and its `start`.
+        """
+        self.serial = serial
         self.python = _interpreter(python)
-        first = plan.steps[0] if plan.steps else StopStep(signal.SIGKILL, 0)
-        grace = min(first.grace, plan.guardian_grace)
+        self.is_ready = False
+        """Whether it has reported that it works."""
+        self.problem = ""
+        """Why it has ended before."""
+        self.on_reaped: Callable[[], object] = bool
         with ExitStack() as resources:
             try:
                 self.errors = os.memfd_create("elastic_aio-guardian", os.MFD_CLOEXEC)
-                """Descriptor of the file that is its stderr."""
+                """Descriptor of the file that is its stderr, until it is ready."""
                 resources.callback(os.close, self.errors)
-                self.report, writer = os.pipe()
-                """Descriptor of the pipe through which it reports that it works."""
-                resources.callback(os.close, self.report)
-                with open(writer, "wb", buffering=0):
-                    numbers = (writer, job.session_list, job.pipes.descriptor)
-                    program = _open_program(resources)
-                    scope = "all" if plan.reaches_all(first) else "leaders"
-                    words = (*numbers, job.marker, job.since, first.signal, grace, scope)
-                    self.process = subprocess.Popen(
-                        (self.python, "-I", "-S", *program, *map(str, words)),
-                        env={**os.environ, _VARIABLE: "1"},
-                        cwd="/",  # it must not keep a file system from being unmounted
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.DEVNULL,
-                        stderr=self.errors,
-                        pass_fds=(*numbers, *map(int, program[2:])),
-                        start_new_session=True,
-                    )
+                program = _open_program(resources)
+                self.process = subprocess.Popen(
+                    (self.python, "-I", "-S", *program, *map(str, words), str(serial)),
+                    env={**os.environ, _VARIABLE: "1"},
+                    cwd="/",  # it must not keep a file system from being unmounted
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=self.errors,
+                    pass_fds=(
+                        *(word for word in words if isinstance(word, int)),
+                        *map(int, program[2:]),
+                    ),
+                    start_new_session=True,
+                )
             except OSError as error:
                 reason = error_reason(error)
                 raise HostError(f"{FAILED}: cannot run {self.python}: {reason}") from error
@@ -179,8 +394,24 @@ class GuardianProcess:
     def __repr__(self) -> str:
         return f"<GuardianProcess {self.process.pid}>"
 
+    def has_ended(self) -> bool:
+        """Return whether it has ended; it is reaped then."""
+        with GuardedProgram.lock:
+            if self.process.poll() is None:
+                return False
+            if not self.is_ready and not self.problem:
+                content = os.pread(self.errors, 65536, 0).decode("utf-8", "replace")
+                *_, last = content.splitlines() or [""]
+                reason = f", {one_line(last, 200)}" if last else ""
+                status = ExitStatus.from_returncode(self.process.returncode)
+                self.problem = f"ended at once ({status}{reason})"
+            self.close()
+            on_reaped, self.on_reaped = self.on_reaped, bool
+        on_reaped()
+        return True
+
     def close(self) -> None:
-        """Close the pipe and the file.  Idempotent."""
+        """Close the file of its errors.  Idempotent."""
         self._resources.close()
 
 
@@ -235,30 +466,29 @@ def _open_program(resources: ExitStack) -> tuple[str, ...]:
     return "-c", _LOADER, str(descriptor)
 
 
-_early: list[GuardianProcess] = []
+_early: list[GuardedJob] = []
 
 
 @contextmanager
 def spawned_early(plan: StopPlan, python: str | None) -> Iterator[None]:
-    """Spawn the guardian of the next job of this process, and end it if no job takes it.
+    """Spawn the guardian with the next job of this process, and end both if none takes it.
 
     If that fails, the job tries again and reports the error.
     """
     with suppress(HostError):
-        job = GuardedJob.create()
+        job = GuardedJob.create(plan)
         try:
-            _early.append(GuardianProcess(job, plan, python))
+            job.program.running_process(python)
+            _early.append(job)
         except HostError:
             job.close()
     try:
         yield
     finally:
         if unused := take_early():
-            unused.process.kill()
-            unused.process.wait()
             unused.close()
-            unused.job.close()
 
 
-def take_early() -> GuardianProcess | None:
+def take_early() -> GuardedJob | None:
+    """Return the job whose guardian was spawned early; it takes the place of another one."""
     return _early.pop() if _early else None

@@ -1,9 +1,10 @@
 """Lost jobs of this host: their launcher and their guardian were killed, and processes are left.
 
 The environment of each process of a job has the job's marker, whose value names the launcher (see
-`descendants.marker_value`); the arguments of the guardian have the marker too.  A job is lost if
-neither of the two runs.  What cannot be decided counts as alive: a launcher of another pid
-namespace or of an earlier version of this package, and one that `hidepid` of proc(5) hides.
+`descendants.marker_value`); the arguments of the guardian have the beginning of its name, which all
+jobs of the launcher share.  A job is lost if neither of the two runs.  What cannot be decided
+counts as alive: a launcher of another pid namespace or of an earlier version of this package, and
+one that `hidepid` of proc(5) hides.
 
 A process is a lost job's if all markers of its environment are (that of a job within a job has
 two), and it is an orphan or below such an orphan: the marker alone proves nothing (`descendants`).
@@ -24,11 +25,18 @@ from typing import Final
 from msgspec import Struct
 
 from elastic_aio.process import proc
-from elastic_aio.process.descendants import Scanner, environment_of, launcher_of, may_adopt
+from elastic_aio.process.descendants import (
+    Scanner,
+    Snapshot,
+    environment_of,
+    launcher_of,
+    may_adopt,
+)
 from elastic_aio.process.tree import Yielder
 from elastic_aio.worker.context import ERROR_FILE, RUN_ID, TIMER_FILE
 
 _NAME: Final = "ELASTIC_AIO_JOB_[0-9a-f]{32}"
+_PREFIX: Final = "ELASTIC_AIO_JOB_[0-9a-f]{24,32}"  # a guardian of an earlier version names one job
 _VARIABLES: Final = rf"\0({_NAME}|{RUN_ID}|{ERROR_FILE}|{TIMER_FILE}|SYSTEMD_EXEC_PID)=([^\0]*)"
 _TEMPORARY: Final = r"/elastic_aio_[^/]*[0-9a-f]{8}(?:/attempt_\d+(?:/\d+)?)?\Z"
 
@@ -51,7 +59,9 @@ class LostScanner(Scanner):
         self._paths: set[str] = set()
         self._found: set[tuple[int, int]] = set()
 
-    def find(self, known: Mapping[int, int]) -> Generator[float, None, list[proc.ProcEntry]]:
+    def find(
+        self, known: Mapping[int, int], snapshot: Snapshot | None = None
+    ) -> Generator[float, None, list[proc.ProcEntry]]:
         """Read every process once; return those that this scan and the last one have found."""
         processes: dict[int, proc.ProcEntry] = {}
         environments: dict[int, dict[str, str]] = {}
@@ -121,7 +131,8 @@ def _find_lost(
     for pid in sorted(environments, key=lambda pid: processes[pid].start):
         for variable in environments[pid].items():
             since.setdefault(variable, processes[pid].start)
-    live_names = set(re.findall(_NAME, " ".join(guardians.values())))
+    prefixes = (*re.findall(_PREFIX, " ".join(guardians.values())),)
+    live_names = {name for name, _ in since if name.startswith(prefixes)}
     live = {*guardians, *(processes[pid].parent for pid in guardians)}
     for (name, value), start in since.items():
         launcher = launcher_of(value)

@@ -96,7 +96,7 @@ class ProcessTree:
         self,
         marker: str,
         clock: PausableClock,
-        session_list: int,
+        listed: SessionList,
         *,
         since: int | None = None,
         scanner: Scanner | None = None,
@@ -106,7 +106,7 @@ class ProcessTree:
         Args:
             marker: name of a variable in the environment of every worker.
             clock: measures the grace periods.
-            session_list: a descriptor; the caller closes it, after `aclose`.  -1: none.
+            listed: the workers' sessions.
             since: clock ticks since boot at which the job began; None: now.
             scanner: finds the processes; None: by `marker` and `since`.
         """
@@ -114,7 +114,7 @@ class ProcessTree:
         # One tick earlier: processes of the present tick may be older or newer.
         self._since = proc.ticks_now() - 1 if since is None else since
         self._clock = clock
-        self._listed = SessionList(session_list)
+        self._listed = listed
         self._starting_at = 0  # ticks since boot
         self._leaders: dict[int, Child] = {}
         self._signals: dict[int, set[int]] = {}  # sent by stops, by pid of the leader

@@ -13,9 +13,9 @@ from elastic_aio.agent.health import check_health
 from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.errors import SpawnError
 from elastic_aio.process.children import Child, ChildSpec, command_spawner
-from elastic_aio.process.descendants import marker_value, read_session_list
+from elastic_aio.process.descendants import marker_value
 from elastic_aio.spec.job import LaunchSpec
-from tests.support.children import until
+from tests.support.children import listed_sessions, until
 from tests.support.leaks import alive
 
 pytestmark = pytest.mark.both_loops
@@ -100,7 +100,7 @@ async def test_a_check_is_guarded(runtime: LocalRuntime, tmp_path: Path) -> None
     task = asyncio.create_task(check_health(runtime, f"echo $$ > {pid}; sleep 99", LONG))
     await until(lambda: pid.exists() and pid.read_text().strip() != "")
     assert runtime.job is not None
-    assert int(pid.read_text()) in read_session_list(runtime.job.session_list)
+    assert int(pid.read_text()) in listed_sessions(runtime.job)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

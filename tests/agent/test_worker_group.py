@@ -14,11 +14,11 @@ from elastic_aio.errors import SpawnError
 from elastic_aio.events import Event, WorkerExited, WorkerStarted
 from elastic_aio.outcome import ExitStatus
 from elastic_aio.process.children import Child, ChildExit, ChildSpec, command_spawner
-from elastic_aio.process.descendants import read_session_list
 from elastic_aio.ranks import NodeSize, assign_node_ranks
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.spec.stop import StopPlan
+from tests.support.children import listed_sessions
 
 pytestmark = pytest.mark.both_loops
 
@@ -62,7 +62,7 @@ class Bench:
     def _on_event(self, event: Event) -> None:
         if isinstance(event, WorkerStarted):
             assert self.runtime.job is not None
-            listed = read_session_list(self.runtime.job.session_list)
+            listed = listed_sessions(self.runtime.job)
             assert event.pid in listed, "a child is guarded before anything else happens"
             self.history.append(f"started {event.local_rank}")
             if event.local_rank == self.abandon_at:

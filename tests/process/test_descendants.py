@@ -17,14 +17,16 @@ from hypothesis import strategies as st
 
 from elastic_aio.process import descendants, proc
 from elastic_aio.process.descendants import (
+    FINAL,
     STARTING,
+    JobRow,
+    ListFile,
     Scanner,
     SessionList,
     WorkerSession,
+    list_size,
     may_adopt,
-    read_session_list,
-    write_session,
-    write_session_list,
+    read_jobs,
 )
 from elastic_aio.process.proc import ProcEntry, open_pidfd, read_process, send, ticks_now
 from tests.support.children import wait_for_end
@@ -465,36 +467,42 @@ def test_nothing_adopts_for_a_process_that_is_gone() -> None:
 # ------------------------------------------------------------------ the list of sessions
 
 Row = tuple[int, int, int | None]
-
-ticks = st.integers(0, 2**63)
+OWNER = 7
 
 
 @pytest.fixture
 def descriptor() -> Iterator[int]:
+    """An empty file in memory."""
     descriptor = os.memfd_create("sessions")
     yield descriptor
     os.close(descriptor)
+
+
+def listed(descriptor: int) -> tuple[ListFile, SessionList]:
+    """Begin a list with one job."""
+    os.ftruncate(descriptor, 0)
+    file = ListFile(descriptor)
+    file.write_job(file.take(), OWNER, JobRow(5, 15, 0.5, True))
+    return file, SessionList(file, OWNER)
 
 
 def content(descriptor: int) -> bytes:
     return os.pread(descriptor, 1 << 20, 0)
 
 
-def rows_of(descriptor: int) -> list[Row]:
-    sessions = read_session_list(descriptor)
+def rows_of(descriptor: int, owner: int = OWNER) -> list[Row]:
+    jobs = read_jobs(descriptor)
+    sessions = jobs[owner].sessions if owner in jobs else {}
     assert list(sessions) == [session.number for session in sessions.values()]
     return [(session.number, session.opened, session.closed) for session in sessions.values()]
 
 
+ticks = st.integers(0, 2**47)
 rows = st.lists(
-    st.tuples(st.integers(1, 2**63), ticks, st.none() | ticks),
+    st.tuples(st.integers(1, 2**31), ticks, st.none() | ticks),
     max_size=5,
     unique_by=lambda row: row[0],
 )
-
-
-def sessions_of(rows: list[Row]) -> list[WorkerSession]:
-    return [WorkerSession(*row) for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -521,27 +529,70 @@ def test_membership_is_certain_only_before_the_leader_was_reaped(
 @pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=rows)
-def test_rows_survive_a_round_trip(descriptor: int, rows: list[Row]) -> None:
-    """Each content replaces the one before, longer or shorter."""
-    write_session_list(descriptor, sessions_of(rows))
-    assert content(descriptor).count(b"\n") == len(rows)
+def test_sessions_survive_a_round_trip(descriptor: int, rows: list[Row]) -> None:
+    file, sessions = listed(descriptor)
+    for row in rows:
+        sessions.add(WorkerSession(*row))
+    assert len(content(descriptor)) == list_size(file.rows) == list_size(len(rows) + 1)
     assert rows_of(descriptor) == rows
 
 
+@given(
+    owner=st.integers(1, 2**32 - 1),
+    since=ticks,
+    number=st.integers(1, 64),
+    grace=st.floats(0, 1e9),
+    is_ordered=st.booleans(),
+    end=st.integers(FINAL, 10**7),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_jobs_survive_a_round_trip(
+    descriptor: int, owner: int, since: int, number: int, grace: float, is_ordered: bool, end: int
+) -> None:
+    """The grace to six digits."""
+    file = ListFile(descriptor)
+    file.write_job(file.take(), owner, JobRow(since, number, grace, is_ordered, end))
+    (job,) = read_jobs(descriptor).values()
+    assert [*read_jobs(descriptor)] == [owner]
+    assert (job.since, job.signal, job.is_ordered, job.end) == (since, number, is_ordered, end)
+    assert job.grace == pytest.approx(grace, rel=1e-5)
+
+
 def test_the_format(descriptor: int) -> None:
-    """Number, ticks of the start, ticks of the end or a dash; and a checksum."""
-    write_session_list(descriptor, sessions_of([(18, 255, None), (19, 256, 4096)]))
+    """A letter, the owner, the fields of a job or of a session; and a checksum."""
+    _, sessions = listed(descriptor)
+    sessions.add(WorkerSession(18, 255))
+    sessions.add(WorkerSession(19, 256, 4096))
     lines = content(descriptor).splitlines(keepends=True)
-    assert [line.split()[:3] for line in lines] == [[b"12", b"ff", b"-"], [b"13", b"100", b"1000"]]
-    assert [len(line) for line in lines] == [64, 64]
+    assert [line.split()[:-1] for line in lines] == [
+        [b"j", b"7", b"5", b"f", b"0.5", b"o", b"0"],
+        [b"s", b"7", b"12", b"ff", b"-"],
+        [b"s", b"7", b"13", b"100", b"1000"],
+    ]
+    assert [len(line) for line in lines] == [64, 64, 64]
 
 
-def test_one_row_is_replaced(descriptor: int) -> None:
-    """The exit of one leader writes one line."""
-    write_session_list(descriptor, sessions_of([(1, 5, None), (2, 6, None), (3, 7, None)]))
-    write_session(descriptor, 1, WorkerSession(2, 6, 99))
-    write_session(descriptor, 3, WorkerSession(4, 8))
-    assert rows_of(descriptor) == [(1, 5, None), (2, 6, 99), (3, 7, None), (4, 8, None)]
+def test_one_row_is_replaced(descriptor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exit of one leader writes one line, and so does the removal of neighbours."""
+    _, sessions = listed(descriptor)
+    added = [WorkerSession(number, 5) for number in (1, 2, 3, 4)]
+    for session in added:
+        sessions.add(session)
+    written: list[tuple[int, int]] = []
+    write = os.pwrite
+
+    def count(descriptor: int, line: bytes, offset: int) -> int:
+        written.append((len(line), offset))
+        return write(descriptor, line, offset)
+
+    monkeypatch.setattr(os, "pwrite", count)
+    sessions.close(added[1], 99)
+    assert rows_of(descriptor) == [(1, 5, None), (2, 5, 99), (3, 5, None), (4, 5, None)]
+    sessions.remove([3, 2])
+    assert written == [(64, 128), (128, 128)]
+    assert rows_of(descriptor) == [(1, 5, None), (4, 5, None)]
+    sessions.add(WorkerSession(6, 6))
+    assert len(content(descriptor)) == 5 * 64, "a free row is used again"
 
 
 @pytest.mark.slow
@@ -550,89 +601,95 @@ def test_one_row_is_replaced(descriptor: int) -> None:
 def test_a_write_cut_at_any_byte_makes_no_session_up(
     descriptor: int, before: list[Row], after: list[Row], data: st.DataObject
 ) -> None:
-    """An agent may be killed while it writes: at most the entry that is torn is lost."""
-    write_session_list(descriptor, sessions_of(after))
-    new = content(descriptor)
-    write_session_list(descriptor, sessions_of(before))
+    """A program may be killed while it writes: at most the entry that is torn is lost."""
+    contents = []
+    for rows in (after, before):
+        _, sessions = listed(descriptor)
+        for row in rows:
+            sessions.add(WorkerSession(*row))
+        contents.append(content(descriptor))
+    new, _ = contents
     cut = data.draw(st.integers(0, len(new)))
     os.pwrite(descriptor, new[:cut], 0)
     read = rows_of(descriptor)
     assert set(read) <= {*before, *after}
-    whole = [*after[: cut // 64], *before[-(-cut // 64) :]]
+    whole = [*after[: max(cut // 64 - 1, 0)], *before[max(-(-cut // 64) - 1, 0) :]]
     assert {number for number, _, _ in read} >= {number for number, _, _ in whole}
-
-
-@pytest.mark.parametrize("kept", [(), (0,), (1, 3), (2,), (0, 1, 2, 3)])
-def test_rows_that_stay_are_listed_at_any_moment(
-    kept: tuple[int, ...], descriptor: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While others are removed, each is at its old place or at its new one."""
-    rows: list[Row] = [(number, 5, None) for number in range(4)]
-    write_session_list(descriptor, sessions_of(rows))
-    staying = [rows[position] for position in kept]
-    seen: list[set[Row]] = []
-    write, cut = os.pwrite, os.ftruncate
-
-    def look_and_write(descriptor: int, line: bytes, offset: int) -> int:
-        seen.append(set(rows_of(descriptor)))
-        return write(descriptor, line, offset)
-
-    def look_and_cut(descriptor: int, size: int) -> None:
-        seen.append(set(rows_of(descriptor)))
-        cut(descriptor, size)
-
-    monkeypatch.setattr(os, "pwrite", look_and_write)
-    monkeypatch.setattr(os, "ftruncate", look_and_cut)
-    write_session_list(descriptor, sessions_of(staying))
-    assert len(seen) == len(kept) + 1
-    assert all(set(staying) <= listed <= set(rows) for listed in seen)
-    assert rows_of(descriptor) == staying
 
 
 @pytest.mark.parametrize("garbage", [b"", b"12 345", b"\n" * 64, b"\0" * 128, b"x" * 200])
 def test_other_content_is_left_out(descriptor: int, garbage: bytes) -> None:
     os.write(descriptor, garbage)
-    assert rows_of(descriptor) == []
+    assert read_jobs(descriptor) == {}
+
+
+def test_sessions_of_a_former_job_are_left_out(descriptor: int) -> None:
+    """Its rows stay until others are written there; a job may stand behind its sessions."""
+    file, former = listed(descriptor)
+    former.add(WorkerSession(1, 5))
+    former.add(WorkerSession(2, 5))
+    file.clear([0])
+    file.give_back([0])
+    former.detach()
+    former.detach()
+    assert read_jobs(descriptor) == {}
+    former.add(WorkerSession(3, 5))
+    assert read_jobs(descriptor) == {}
+    other = SessionList(file, 8)
+    other.add(WorkerSession(1, 9))
+    file.write_job(file.take(), 8, JobRow(5, 15, 0.5, True))
+    assert rows_of(descriptor, 8) == [(1, 9, None)]
+    assert len(content(descriptor)) == 3 * 64
 
 
 @pytest.mark.slow
 def test_the_whole_file_is_read(descriptor: int) -> None:
     """Reading does not depend on the descriptor's position."""
-    write_session_list(descriptor, [WorkerSession(number, 1) for number in range(20_000)])
+    _, sessions = listed(descriptor)
+    for number in range(1, 20_000):
+        sessions.add(WorkerSession(number, 1))
     os.lseek(descriptor, 100, os.SEEK_SET)
     for _ in range(2):
-        assert list(read_session_list(descriptor)) == list(range(20_000))
+        assert [number for number, _, _ in rows_of(descriptor)] == list(range(1, 20_000))
 
 
 @pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     steps=st.lists(
-        st.tuples(st.sampled_from(["add", "close", "remove", "start", "end"]), st.integers(1, 6)),
+        st.tuples(
+            st.sampled_from(["add", "close", "remove", "start", "end"]),
+            st.integers(1, 6),
+            st.integers(0, 1),
+        ),
         max_size=30,
     )
 )
 def test_the_file_has_the_sessions_and_whether_children_are_started(
-    descriptor: int, steps: list[tuple[str, int]]
+    descriptor: int, steps: list[tuple[str, int, int]]
 ) -> None:
-    """After every step, whatever row a session has."""
-    os.ftruncate(descriptor, 0)
-    listed = SessionList(descriptor)
-    since: int | None = None
-    for tick, (step, number) in enumerate(steps):
-        session = listed.sessions.get(number)
+    """After every step of either of two jobs, whatever row a session has."""
+    file, first = listed(descriptor)
+    file.write_job(file.take(), 8, JobRow(5, 15, 0.5, True))
+    lists = [first, SessionList(file, 8)]
+    since: list[int | None] = [None, None]
+    for tick, (step, number, which) in enumerate(steps):
+        sessions = lists[which]
+        session = sessions.sessions.get(number)
         if step == "add" and session is None:
-            listed.add(WorkerSession(number, tick))
+            sessions.add(WorkerSession(number, tick))
         elif step == "close" and session is not None:
-            listed.close(session, tick)
+            sessions.close(session, tick)
         elif step == "remove" and session is not None:
-            listed.remove([number])
+            sessions.remove([number])
         elif step in ("start", "end"):
-            since = tick if step == "start" else None
-            listed.set_starting(since)
-        read = read_session_list(descriptor)
-        starting = read.pop(STARTING, None)
-        assert (None if starting is None else starting.opened) == since
-        assert {one.number: (one.opened, one.closed) for one in read.values()} == {
-            one.number: (one.opened, one.closed) for one in listed.sessions.values()
-        }
+            since[which] = tick if step == "start" else None
+            sessions.set_starting(since[which])
+        jobs = read_jobs(descriptor)
+        for owner, expected, started in zip((OWNER, 8), lists, since, strict=True):
+            read = jobs[owner].sessions
+            starting = read.pop(STARTING, None)
+            assert (None if starting is None else starting.opened) == started
+            assert {one.number: (one.opened, one.closed) for one in read.values()} == {
+                one.number: (one.opened, one.closed) for one in expected.sessions.values()
+            }

@@ -11,14 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elastic_aio.errors import HostError
-from elastic_aio.process import guardian
+from elastic_aio.process import guardian, guardian_process
 from elastic_aio.process.guardian import Guardian
 from elastic_aio.process.guardian_process import (
     GuardedJob,
@@ -47,8 +47,7 @@ class Bench:
         self.lost: asyncio.Queue[str] = asyncio.Queue()
         self.job = GuardedJob.create()
         self.refusals = 0
-        self.spawn_duration = 0.0
-        monkeypatch.setattr(guardian, "GuardianProcess", self.spawn)
+        monkeypatch.setattr(guardian_process, "GuardianProcess", self.spawn)
         self.guardian = Guardian(
             self.job,
             StopPlan(),
@@ -61,9 +60,7 @@ class Bench:
         if self.refusals:
             self.refusals -= 1
             raise HostError("no processes left")
-        process = GuardianProcess(*arguments)
-        time.sleep(self.spawn_duration)
-        return process
+        return GuardianProcess(*arguments)
 
     async def start(self) -> int:
         """Start the guardian and return its pid when it works."""
@@ -88,39 +85,85 @@ async def bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
     await bench.aclose()
 
 
-@pytest.fixture
-def marked(bench: Bench) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of the job, which its supervisor does not stop."""
-    env = {**os.environ, bench.job.marker: "1"}
+@contextmanager
+def marked_process(job: GuardedJob) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a process of a job, which its supervisor does not stop; kill it in the end."""
+    env = {**os.environ, job.marker: "1"}
     with subprocess.Popen(["sleep", "99"], env=env, start_new_session=True) as process:
         yield process
         process.kill()
 
 
+@pytest.fixture
+def marked(bench: Bench) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of the job."""
+    with marked_process(bench.job) as process:
+        yield process
+
+
+@asynccontextmanager
+async def guarded_job(plan: StopPlan | None = None) -> AsyncIterator[tuple[GuardedJob, Guardian]]:
+    """Begin a job of this program, with a guardian that works."""
+    job = GuardedJob.create(plan)
+    guardian = Guardian(job, plan or StopPlan(), on_restarted=print, on_lost=print)
+    try:
+        guardian.start()
+        async with asyncio.timeout(GUARD):
+            await guardian.wait_ready()
+        yield job, guardian
+    finally:
+        async with asyncio.timeout(GUARD):
+            await guardian.aclose()
+        job.close()
+
+
 @pytest.mark.slow
-async def test_it_ends_the_job_on_request(bench: Bench, marked: subprocess.Popen[bytes]) -> None:
-    """Another one waits for the end of this process."""
-    former = await bench.start()
-    async with asyncio.timeout(GUARD):
-        assert await bench.guardian.end_job()
-        assert marked.wait() == -signal.SIGTERM
-        assert await bench.restarted.get() == bench.guardian.pid != former
+async def test_it_ends_the_job_on_request(bench: Bench) -> None:
+    """It goes on: the job may have other processes then, which it ends too."""
+    pid = await bench.start()
+    for _ in range(2):
+        with marked_process(bench.job) as process:
+            async with asyncio.timeout(GUARD):
+                assert await bench.guardian.end_job()
+            assert process.wait() == -signal.SIGTERM
+    assert bench.guardian.pid == pid
+    assert alive(pid)
+    assert bench.restarted.empty()
+
+
+async def killed(bench: Bench) -> None:
+    """Kill the guardian, and wait until another one works."""
     assert bench.guardian.pid is not None
-    assert alive(bench.guardian.pid)
+    os.kill(bench.guardian.pid, signal.SIGKILL)
+    async with asyncio.timeout(GUARD):
+        assert await bench.restarted.get() == bench.guardian.pid
 
 
 @pytest.mark.slow
-async def test_another_one_may_start_before_the_host_goes_on(
+async def test_another_one_ends_the_job_if_it_is_killed_before(
     bench: Bench, marked: subprocess.Popen[bytes]
 ) -> None:
-    """It must not take the request to the former one for the end of this process."""
-    former = await bench.start()
-    bench.spawn_duration = 0.5
+    """Once: a request that was answered is not repeated by a third one."""
+    pid = await bench.start()
+    os.kill(pid, signal.SIGSTOP)
+    bench.job.request_end()
+    await killed(bench)
     async with asyncio.timeout(GUARD):
         assert await bench.guardian.end_job()
-        assert await bench.restarted.get() == bench.guardian.pid != former
     assert marked.wait() == -signal.SIGTERM
+    with marked_process(bench.job) as other:
+        await killed(bench)
+        async with guarded_job() as (_, another):
+            assert await another.end_job(), "it has looked at the list"
+        assert other.poll() is None
     assert bench.lost.empty()
+
+
+async def test_a_stopped_guardian_answers(bench: Bench, marked: subprocess.Popen[bytes]) -> None:
+    os.kill(await bench.start(), signal.SIGSTOP)
+    async with asyncio.timeout(GUARD):
+        assert await bench.guardian.end_job()
+    assert marked.wait() == -signal.SIGTERM
 
 
 async def test_it_continues_stopped_processes(
@@ -139,7 +182,7 @@ async def test_it_runs_until_it_is_closed(bench: Bench) -> None:
     assert repr(bench.guardian) == "<Guardian None>"
     pid = await bench.start()
     assert os.getsid(pid) == pid
-    assert repr(bench.guardian) == f"<Guardian <Child {pid}: running>>"
+    assert repr(bench.guardian) == f"<Guardian <GuardianProcess {pid}>>"
     await bench.guardian.aclose()
     assert not os.path.exists(f"/proc/{pid}")
     assert bench.restarted.empty()
@@ -276,15 +319,16 @@ async def test_a_process_that_was_spawned_early_is_taken(monkeypatch: pytest.Mon
         early = take_early()
         assert early is not None
         assert take_early() is None
-        pid = early.process.pid
-        guardian = Guardian(early.job, StopPlan(), on_restarted=print, on_lost=print, early=early)
+        assert early.program.process is not None
+        pid = early.program.process.process.pid
+        guardian = Guardian(early, StopPlan(), on_restarted=print, on_lost=print)
         guardian.start()
         async with asyncio.timeout(GUARD):
             await guardian.wait_ready()
         assert guardian.pid == pid
     assert alive(pid)
     await guardian.aclose()
-    early.job.close()
+    early.close()
     with spawned_early(StopPlan(), None):
         pass
     monkeypatch.setattr(sys, "executable", "")
@@ -330,9 +374,10 @@ def become_another_program():
 
 async def main():
     spawn = command_spawner(asyncio.get_running_loop())
-    job = GuardedJob.create()
-    tree = ProcessTree(job.marker, PausableClock(), job.session_list, since=job.since)
-    guardian = Guardian(job, eval(sys.argv[1]), on_restarted=print, on_lost=print)
+    plan = eval(sys.argv[1])
+    job = GuardedJob.create(plan)
+    tree = ProcessTree(job.marker, PausableClock(), job.sessions, since=job.since)
+    guardian = Guardian(job, plan, on_restarted=print, on_lost=print)
     guardian.start()
     await guardian.wait_ready()
     print(guardian.pid, flush=True)
@@ -420,7 +465,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def test_the_guardian_is_small() -> None:
-    """Its interpreter loads no large module: there is one for every job."""
+    """Its interpreter loads no large module: there is one for every program."""
     main = ROOT / "elastic_aio" / "process" / "guardian_main.py"
     code = (
         "import sys\n"
@@ -449,7 +494,7 @@ def test_a_scan_of_the_guardian_has_time_to_wait_for_an_exec() -> None:
         "    return []\n"
         "descendants.Scanner.find = scan\n"
         "began = time.monotonic()\n"
-        "found = guardian_main.Job(b'', 0, {}, 1, []).find_descendants()\n"
+        "found = guardian_main.Job(b'', 0, {}, 1).find_descendants(None)\n"
         "sys.exit(found != [] or time.monotonic() - began < 0.1)\n"
     )
     subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True, timeout=60)
@@ -467,7 +512,7 @@ class Clock:
     def sleep(self, seconds):
         self.now += seconds
 alive, sent = [proc.ProcEntry(7, 1, 7, 0, "T")], []
-def scan(self):
+def scan(self, snapshot):
     guardian_main.time.now += float(sys.argv[3])
     return list(alive)
 def send(process, number):
@@ -478,8 +523,13 @@ def send(process, number):
         alive.clear()
 guardian_main.time, guardian_main.Job.find_descendants = Clock(), scan
 proc.signal_process = send
-is_ended = guardian_main.Job(b"", 0, {}, 1, []).end(_signal.SIGTERM, 0.5, True)
-sys.exit(not is_ended or sent != [_signal.SIGTERM, _signal.SIGCONT, _signal.SIGKILL])
+steps = guardian_main.Job(b"", 0, {}, 1).end(_signal.SIGTERM, 0.5, True)
+try:
+    next(steps)
+    while True:
+        guardian_main.time.sleep(steps.send(object()))
+except StopIteration as end:
+    sys.exit(not end.value or sent != [_signal.SIGTERM, _signal.SIGCONT, _signal.SIGKILL])
 """
 
 
@@ -711,14 +761,9 @@ def test_a_guardian_that_was_restarted_keeps_the_pipes(tmp_path: Path) -> None:
 
 
 def sleeps_in_lock(pid: int) -> bool:
-    """Return whether a guardian waits for the lock of its session list."""
-    try:
-        files = [os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")]
-    except FileNotFoundError:
-        return False  # it closes one
-    has_report = any(file.startswith("pipe:") for file in files)
-    is_asleep = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
-    return is_asleep and not has_report
+    """Return whether a guardian waits for the lock of its session list (proc_locks(5))."""
+    locks = (line.split() for line in Path("/proc/locks").read_text().splitlines())
+    return any("->" in words and str(pid) in words for words in locks)
 
 
 # ------------------------------------------------------------------ kept pipes
@@ -747,18 +792,18 @@ def test_kept_pipes_have_a_reader(pipe: tuple[int, int]) -> None:
     before = open_descriptors()
     kept = KeptPipes()
     own = open_descriptors()
-    kept.replace([])
-    kept.replace([reader])
+    kept.replace(1, [])
+    kept.replace(1, [reader])
     assert open_descriptors() == own, "they are on the way"
-    kept.replace([reader, reader])
+    kept.replace(1, [reader, reader])
     os.close(reader)
     assert is_read(writer)
     other_reader, other_writer = os.pipe()
-    kept.replace([other_reader])
+    kept.replace(1, [other_reader])
     os.close(other_reader)
     assert not is_read(writer)
     assert is_read(other_writer)
-    kept.replace([])
+    kept.replace(1, [])
     assert not is_read(other_writer)
     os.close(other_writer)
     kept.close()
@@ -766,10 +811,32 @@ def test_kept_pipes_have_a_reader(pipe: tuple[int, int]) -> None:
     assert open_descriptors().keys() == before.keys() - {reader}
 
 
+def test_each_owner_has_pipes_of_its_own() -> None:
+    """Those of others stay, also when this process has closed them or used the number again."""
+    kept = KeptPipes()
+    pipes = {owner: os.pipe() for owner in range(1, 6)}
+    own = open_descriptors()
+    for owner, (reader, _) in pipes.items():
+        kept.replace(owner, [reader])
+        os.close(reader)
+    for owner in (3, 1, 5):
+        for _ in range(2):
+            kept.replace(owner, ())
+        _, writer = pipes.pop(owner)
+        assert not is_read(writer)
+        os.close(writer)
+        assert all(is_read(writer) for _, writer in pipes.values())
+    assert len(open_descriptors()) == len(own) - 5 - 3
+    kept.close()
+    for _, writer in pipes.values():
+        assert not is_read(writer)
+        os.close(writer)
+
+
 def test_closing_releases_kept_pipes(pipe: tuple[int, int]) -> None:
     reader, writer = pipe
     kept = KeptPipes()
-    kept.replace([reader])
+    kept.replace(1, [reader])
     os.close(reader)
     assert is_read(writer)
     kept.close()
@@ -786,12 +853,15 @@ def test_more_pipes_than_a_message_takes(pipe: tuple[int, int]) -> None:
     kept = KeptPipes()
     pipes = [os.pipe() for _ in range(3)]
     last_reader, last_writer = pipes[-1]
-    kept.replace([*[reader] * (MANY - 3), *(item for item, _ in pipes)])
+    kept.replace(1, [*[reader] * (MANY - 3), *(item for item, _ in pipes)])
     for item in (reader, *(item for item, _ in pipes)):
         os.close(item)
     assert is_read(writer)
     assert is_read(last_writer)
-    kept.replace([])
+    kept.replace(2, [])
+    assert is_read(writer)
+    assert is_read(last_writer)
+    kept.replace(1, [])
     assert not any(is_read(item) for item in (writer, *(item for _, item in pipes)))
     kept.close()
     for _, item in pipes:
@@ -805,7 +875,8 @@ import os, sys
 sys.path.insert(0, sys.argv[1])
 import guardian_main
 pipes = guardian_main._receive_pipes(int(sys.argv[2]))
-guardian_main.Job(b"", 0, {}, 1, pipes)._drain()
+for pipe in pipes:
+    guardian_main._drain(pipe)
 print(len(set(pipes)), sum(map(os.get_inheritable, pipes)))
 """
 
@@ -819,7 +890,8 @@ def test_a_guardian_receives_all_pipes(pipe: tuple[int, int]) -> None:
         while True:
             os.write(writer, b"x" * 4096)
     kept = KeptPipes()
-    kept.replace([reader] * MANY)
+    kept.replace(1, [reader] * 100)
+    kept.replace(2, [reader] * (MANY - 100))
     os.close(reader)
     main = ROOT / "elastic_aio" / "process"
     done = subprocess.run(

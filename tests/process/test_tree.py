@@ -21,11 +21,11 @@ from elastic_aio.aio import PausableClock
 from elastic_aio.outcome import ExitStatus
 from elastic_aio.process import descendants, proc, tree
 from elastic_aio.process.children import Child, ChildSpec, command_spawner
-from elastic_aio.process.descendants import STARTING, read_session_list
+from elastic_aio.process.descendants import STARTING, SessionList
 from elastic_aio.process.guardian_process import GuardedJob
 from elastic_aio.process.tree import ProcessTree, Survivor
 from elastic_aio.spec.stop import StopPlan, StopStep
-from tests.support.children import end_of, line_from, until
+from tests.support.children import end_of, line_from, listed_sessions, until
 from tests.support.holder import holder
 from tests.support.leaks import alive
 
@@ -42,9 +42,8 @@ class Bench:
     def __init__(self) -> None:
         self.marker = f"ELASTIC_AIO_JOB_TREE_{os.urandom(8).hex()}"
         self.job = GuardedJob.create()
-        self.sessions = self.job.session_list
         self.clock = PausableClock()
-        self.tree = ProcessTree(self.marker, self.clock, self.sessions)
+        self.tree = ProcessTree(self.marker, self.clock, self.job.sessions)
         self.devnull = os.open(os.devnull, os.O_RDWR)
         self.reader, self.writer = os.pipe()
         self.escalations: list[tuple[int, tuple[int, ...]]] = []
@@ -132,7 +131,7 @@ async def test_workers_end_by_the_first_signal(bench: Bench) -> None:
     assert [status(child) for child in children] == [ExitStatus(signal=15)] * 3
     assert bench.escalations == []
     assert repr(bench.tree) == "<ProcessTree with 0 of 0 leaders alive>"
-    assert os.fstat(bench.sessions).st_size == 0
+    assert listed_sessions(bench.job) == {}
 
 
 async def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(bench: Bench) -> None:
@@ -263,7 +262,7 @@ async def test_a_child_of_this_tick_is_listed_without_a_look_at_it(
             pass
         monkeypatch.setattr(proc, "ticks_now", lambda later=later: ticks + later)
         child = await bench.add("sleep", "99")
-        assert read_session_list(bench.sessions)[child.pid].opened == ticks + later
+        assert listed_sessions(bench.job)[child.pid].opened == ticks + later
         assert reads.count(child.pid) == expected
     monkeypatch.undo()
     assert await bench.tree.stop(StopPlan(()), lambda *_: None) == []
@@ -275,7 +274,7 @@ async def test_the_listed_start_of_a_child_is_that_of_the_kernel(bench: Bench) -
             child = await bench.add("sleep", "99")
         process = proc.read_process(child.pid)
         assert process is not None
-        assert read_session_list(bench.sessions)[child.pid].opened == process.start
+        assert listed_sessions(bench.job)[child.pid].opened == process.start
     assert await bench.stop(LONG) == []
 
 
@@ -408,14 +407,14 @@ async def test_a_child_that_is_being_started_is_on_the_session_list(bench: Bench
     """Behind the workers that run, and as long as it has not executed its program."""
     first = await bench.add("sleep", "99")
     with bench.tree.starting():
-        assert list(read_session_list(bench.sessions)) == [first.pid, STARTING]
+        assert list(listed_sessions(bench.job)) == [first.pid, STARTING]
         assert await bench.stop(LONG) == []
-        (row,) = read_session_list(bench.sessions).values()
+        (row,) = listed_sessions(bench.job).values()
         assert (row.number, row.closed) == (STARTING, None)
         assert row.opened <= proc.ticks_now()
-    assert read_session_list(bench.sessions) == {}
+    assert listed_sessions(bench.job) == {}
     second = await bench.add("sleep", "99")
-    assert list(read_session_list(bench.sessions)) == [second.pid]
+    assert list(listed_sessions(bench.job)) == [second.pid]
 
 
 def replace_scans(monkeypatch: pytest.MonkeyPatch, scan: Callable[..., Any]) -> None:
@@ -553,7 +552,7 @@ async def test_a_signal_for_all_reaches_all(bench: Bench) -> None:
 
 def listed(bench: Bench) -> dict[int, int | None]:
     """Return when the listed sessions were closed, in ticks."""
-    sessions = read_session_list(bench.sessions)
+    sessions = listed_sessions(bench.job)
     return {number: session.closed for number, session in sessions.items()}
 
 
@@ -570,7 +569,7 @@ async def test_the_session_list_follows_the_tree(bench: Bench) -> None:
     assert rows[second.pid] is None
     assert not await bench.tree.forget_if_empty()
     await bench.stop(StopPlan(()))
-    assert read_session_list(bench.sessions) == {}
+    assert listed_sessions(bench.job) == {}
 
 
 @pytest.mark.slow
@@ -671,7 +670,8 @@ async def test_a_stop_without_watches_takes_the_grace_and_no_longer(
     """Where /proc shows the pids of another namespace, scans find the end of processes."""
     monkeypatch.setattr(proc, "is_foreign", lambda: True)
     await bench.tree.aclose()
-    bench.tree = ProcessTree(bench.marker, bench.clock, bench.sessions)
+    sessions = SessionList(bench.job.program.list, bench.job.owner)
+    bench.tree = ProcessTree(bench.marker, bench.clock, sessions)
     ignoring = "setsid sh -c 'trap \"\" TERM; echo $$; exec sleep 99' & wait"
     leader = await bench.add("bash", "-c", ignoring)
     child = int(bench.line())

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from elastic_aio.errors import SpecError
+from elastic_aio.process.descendants import read_jobs
 from elastic_aio.spec.checks import UsageError
 from tests.support.leaks import alive
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
     from elastic_aio import Agent
     from elastic_aio.process.children import Child, ChildExit
+    from elastic_aio.process.descendants import WorkerSession
+    from elastic_aio.process.guardian_process import GuardedJob
 
 T = TypeVar("T")
 
@@ -178,3 +181,8 @@ def assert_one_line(make: Callable[[], object]) -> None:
         return
     assert "\n" not in text
     assert len(text) < 400
+
+
+def listed_sessions(job: GuardedJob) -> dict[int, WorkerSession]:
+    """Return what the guardian reads about a job: its sessions by number."""
+    return read_jobs(job.program.list.descriptor)[job.owner].sessions
