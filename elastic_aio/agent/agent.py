@@ -166,7 +166,7 @@ class Agent:
         if self._is_supervised or not isinstance(self.spec, LaunchSpec):
             return self._make_supervisor(spawner)
         nproc = resolve_nproc(self.spec)
-        check_file_size(nproc)
+        check_file_size(self.spec, nproc)
         runtime = LocalRuntime(
             self.spec,
             run_id=self.run_id,

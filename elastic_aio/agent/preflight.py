@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from elastic_aio.errors import HostError, InternalError, SpawnError, SpecError
-from elastic_aio.process.descendants import list_size
-from elastic_aio.process.guardian_process import GuardedProgram
+from elastic_aio.process.guardian_process import list_size
 from elastic_aio.ranks import with_local_rank
 from elastic_aio.spec.job import NPROC_ACCEPTED, Command, Function, LaunchSpec, Module, Script
 from elastic_aio.worker.context import without_channels
@@ -133,12 +132,10 @@ def check_sigchld() -> None:
         )
 
 
-def check_file_size(nproc: int) -> None:
+def check_file_size(spec: LaunchSpec, nproc: int) -> None:
     """Raise HostError if the guardian's list of the workers' sessions may not fit into a file."""
     soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    program = GuardedProgram.present
-    # The job, the fork server, and a worker that is being started have rows too.
-    needed = list_size((program.list.rows if program else 0) + nproc + 3)
+    needed = list_size(nproc + int(spec.start_method == "forkserver"))
     if soft != resource.RLIM_INFINITY and soft < needed:
         raise HostError(
             f"the file size limit is too low: this job takes {needed} bytes and the limit is {soft}"

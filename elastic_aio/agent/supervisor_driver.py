@@ -492,7 +492,7 @@ class SupervisorDriver(BaseDriver):
         """Check the children, make the directory of the run, and start the first of them."""
         is_outermost = self._parent is None
         for spec in _leaves_of(self._spec) if is_outermost else ():
-            check_file_size(resolve_nproc(spec))
+            check_file_size(spec, resolve_nproc(spec))
         log_dir = self._parts.open() if is_outermost else None
         if not (is_outermost and [*self._machine.children] == [""]):
             self._event_log.append(

@@ -52,8 +52,9 @@ STARTING = 0
 """Number of the row for children that are being started."""
 FINAL = -1
 """The `end` of a job that does not go on."""
-_LINE = 64
-_BODY = _LINE - 9
+ROW_SIZE = 64
+"""Bytes."""
+_BODY = ROW_SIZE - 9
 # How often one scan looks again at execs under way, and the pause before, in seconds: an
 # exec hides a process for about a millisecond, on a busy host or a slow disk for longer.
 _LOOKS = 100
@@ -115,11 +116,6 @@ class JobRow:
         self.sessions: dict[int, WorkerSession] = {}
 
 
-def list_size(rows: int) -> int:
-    """Return the bytes of a list with so many rows."""
-    return rows * _LINE
-
-
 class ListFile:
     """The rows of a list, which several threads may write; the caller closes the descriptor."""
 
@@ -157,7 +153,7 @@ class ListFile:
     def _write(self, row: int, body: bytes) -> None:
         body = body.ljust(_BODY)
         line = b"%s%08x\n" % (body, binascii.crc32(body))
-        os.pwrite(self.descriptor, line, row * _LINE)
+        os.pwrite(self.descriptor, line, row * ROW_SIZE)
 
     def clear(self, rows: Iterable[int]) -> None:
         """Empty rows, each within one write; they stay taken."""
@@ -171,7 +167,7 @@ class ListFile:
 
     def _fill(self, first: int, last: int) -> None:
         if last > first:
-            os.pwrite(self.descriptor, bytes((last - first) * _LINE), first * _LINE)
+            os.pwrite(self.descriptor, bytes((last - first) * ROW_SIZE), first * ROW_SIZE)
 
 
 class SessionList:
@@ -231,8 +227,8 @@ def read_jobs(descriptor: int) -> dict[int, JobRow]:
     content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
     jobs: dict[int, JobRow] = {}
     sessions: list[tuple[int, WorkerSession]] = []
-    for start in range(0, len(content), _LINE):
-        body, checksum = content[start : start + _BODY], content[start + _BODY : start + _LINE]
+    for start in range(0, len(content), ROW_SIZE):
+        body, checksum = content[start : start + _BODY], content[start + _BODY : start + ROW_SIZE]
         if checksum != b"%08x\n" % binascii.crc32(body):
             continue
         kind, owner, *fields = body.split()

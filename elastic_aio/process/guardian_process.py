@@ -27,7 +27,7 @@ from weakref import WeakSet
 from elastic_aio.errors import HostError
 from elastic_aio.outcome import ExitStatus
 from elastic_aio.process import proc
-from elastic_aio.process.descendants import FINAL, JobRow, ListFile, SessionList
+from elastic_aio.process.descendants import FINAL, ROW_SIZE, JobRow, ListFile, SessionList
 from elastic_aio.spec.stop import StopPlan, StopStep
 from elastic_aio.text import error_reason, one_line
 
@@ -467,6 +467,13 @@ def _open_program(resources: ExitStack) -> tuple[str, ...]:
 
 
 _early: list[GuardedJob] = []
+
+
+def list_size(sessions: int) -> int:
+    """Return the bytes of the session list with a further job, of so many sessions."""
+    program = GuardedProgram.present
+    rows = 0 if program is None or program.is_copy else program.list.rows - len(_early)
+    return (rows + sessions + 2) * ROW_SIZE  # the job, and a worker that is being started
 
 
 @contextmanager

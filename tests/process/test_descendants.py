@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from elastic_aio.process import descendants, proc
 from elastic_aio.process.descendants import (
     FINAL,
+    ROW_SIZE,
     STARTING,
     JobRow,
     ListFile,
     Scanner,
     SessionList,
     WorkerSession,
-    list_size,
     may_adopt,
     read_jobs,
 )
@@ -533,7 +533,7 @@ def test_sessions_survive_a_round_trip(descriptor: int, rows: list[Row]) -> None
     file, sessions = listed(descriptor)
     for row in rows:
         sessions.add(WorkerSession(*row))
-    assert len(content(descriptor)) == list_size(file.rows) == list_size(len(rows) + 1)
+    assert len(content(descriptor)) == ROW_SIZE * file.rows == ROW_SIZE * (len(rows) + 1)
     assert rows_of(descriptor) == rows
 
 
