@@ -46,7 +46,7 @@ LATE = {
     "text": "the guardian and workers load neither",
 }
 # What runs in workers, or in the processes that fork them, loads little before it runs.
-IN_WORKERS = ("worker.", "process.forkserver_main", "process.guardian_main")
+IN_WORKERS = ("worker.", "process.forkserver_main", "process.guard", "process.guardian_main")
 # Of weakref and multiprocessing.
 STANDARD_PRIVATES = {"_registry", "_config", "_children"}
 # A sentence names its subject, and a directory is called one (CONTRIBUTING.md, Prose).

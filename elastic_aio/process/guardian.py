@@ -4,7 +4,7 @@ No worker may outlive its supervisor, not even a supervisor that SIGKILL ends.  
 means do not suffice: PR_SET_PDEATHSIG reaches the direct child only and fires when the spawning
 thread ends; a writable cgroup needs privileges.  So each program with jobs has a further process, a
 bare interpreter of about 4 MB that waits until the program is gone and then ends what is left
-(`guardian_main`).
+(`guard`).
 
 The guardian notices the end of the program by a lock that the kernel releases.  An event loop may
 be closed, and the program go on, while jobs are still running: then `_LoopAnchor` lets the guardian

@@ -43,7 +43,7 @@ for name, text in texts.items():
     sys.modules[name] = module = type(sys)(name)
     exec(compile(text, name + ".py", "exec"), vars(module) if name != "guardian_main" else None)
 """
-_NAMES = ("proc", "descendants", "stop_order", "guardian_main")
+_NAMES = ("proc", "descendants", "stop_order", "guard", "guardian_main")
 _FILES = {name: os.path.join(os.path.dirname(_MAIN), f"{name}.py") for name in _NAMES}
 _program = b""
 _kept: list[tuple[int, int]] = []

@@ -470,7 +470,7 @@ def test_the_guardian_is_small() -> None:
     code = (
         "import sys\n"
         f"sys.path.insert(0, {str(main.parent)!r})\n"
-        "import guardian_main\n"
+        "import guard\n"
         "print(sorted(sys.modules.keys() & {'asyncio', 'typing', 'subprocess', 're', 'json'}))\n"
     )
     done = subprocess.run(
@@ -488,13 +488,13 @@ def test_a_scan_of_the_guardian_has_time_to_wait_for_an_exec() -> None:
     code = (
         "import sys, time\n"
         f"sys.path.insert(0, {str(main.parent)!r})\n"
-        "import descendants, guardian_main\n"
+        "import descendants, guard\n"
         "def scan(*_):\n"
         "    yield 0.1\n"
         "    return []\n"
         "descendants.Scanner.find = scan\n"
         "began = time.monotonic()\n"
-        "found = guardian_main.Job(b'', 0, {}, 1).find_descendants(None)\n"
+        "found = guard.Job(b'', 0, {}, 1).find_descendants(None)\n"
         "sys.exit(found != [] or time.monotonic() - began < 0.1)\n"
     )
     subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True, timeout=60)
@@ -503,7 +503,7 @@ def test_a_scan_of_the_guardian_has_time_to_wait_for_an_exec() -> None:
 SLOW_SCANS = """
 import sys
 sys.path.insert(0, sys.argv[1])
-import _signal, guardian_main, proc
+import _signal, guard, proc
 class Clock:
     now = 0.0
     def monotonic(self):
@@ -513,7 +513,7 @@ class Clock:
         self.now += seconds
 alive, sent = [proc.ProcEntry(7, 1, 7, 0, "T")], []
 def scan(self, snapshot):
-    guardian_main.time.now += float(sys.argv[3])
+    guard.time.now += float(sys.argv[3])
     return list(alive)
 def send(process, number):
     sent.append(number)
@@ -521,13 +521,13 @@ def send(process, number):
         process.state = "S"
     if number == _signal.SIGKILL:
         alive.clear()
-guardian_main.time, guardian_main.Job.find_descendants = Clock(), scan
+guard.time, guard.Job.find_descendants = Clock(), scan
 proc.signal_process = send
-steps = guardian_main.Job(b"", 0, {}, 1).end(_signal.SIGTERM, 0.5, True)
+steps = guard.Job(b"", 0, {}, 1).end(_signal.SIGTERM, 0.5, True)
 try:
     next(steps)
     while True:
-        guardian_main.time.sleep(steps.send(object()))
+        guard.time.sleep(steps.send(object()))
 except StopIteration as end:
     sys.exit(not end.value or sent != [_signal.SIGTERM, _signal.SIGCONT, _signal.SIGKILL])
 """
@@ -873,10 +873,10 @@ def test_more_pipes_than_a_message_takes(pipe: tuple[int, int]) -> None:
 RECEIVING = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-import guardian_main
-pipes = guardian_main._receive_pipes(int(sys.argv[2]))
+import guard
+pipes = guard._receive_pipes(int(sys.argv[2]))
 for pipe in pipes:
-    guardian_main._drain(pipe)
+    guard._drain(pipe)
 print(len(set(pipes)), sum(map(os.get_inheritable, pipes)))
 """
 
