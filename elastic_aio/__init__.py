@@ -71,6 +71,8 @@ if TYPE_CHECKING:
     from elastic_aio.outcome import ResourceUsage as ResourceUsage
     from elastic_aio.outcome import WorkerError as WorkerError
     from elastic_aio.outcome import WorkerResult as WorkerResult
+    from elastic_aio.process.open_process import Process as Process
+    from elastic_aio.process.open_process import open_process as open_process
     from elastic_aio.record import JobRecord as JobRecord
     from elastic_aio.record import recorded_runs as recorded_runs
     from elastic_aio.recorder import RunRecorder as RunRecorder
@@ -138,6 +140,7 @@ else:
             """,
             "elastic_aio.launcher": "launch run",
             "elastic_aio.outcome": "AttemptResult ExitStatus Failure LaunchResult WorkerResult",
+            "elastic_aio.process.open_process": "open_process",
             "elastic_aio.rendezvous.event_stream": "follow_job",
             "elastic_aio.spec.group": "GroupSpec",
             "elastic_aio.spec.job": "Command Function LaunchSpec Module Script",
@@ -162,6 +165,7 @@ else:
             "elastic_aio.logs.reader": "LogReader",
             "elastic_aio.outcome": "EndCause Goodput JobState ResourceUsage WorkerError",
             "elastic_aio.rendezvous.event_stream": "JobEvents",
+            "elastic_aio.process.open_process": "Process",
             "elastic_aio.record": "JobRecord recorded_runs",
             "elastic_aio.recorder": "RunRecorder",
             "elastic_aio.report": "format_failure",
