@@ -14,6 +14,7 @@ from subprocess import DEVNULL, PIPE, STDOUT
 from typing import Any
 
 import anyio
+import anyio.from_thread
 import pytest
 
 from elastic_aio import StopPlan, open_process
@@ -23,12 +24,13 @@ from elastic_aio.process import guardian_process
 from elastic_aio.process.guardian_process import GuardedProgram
 from elastic_aio.process.open_process import PipeReceiveStream, Process
 from tests.support.children import SLEEPER, none_alive, until_sync
-from tests.support.cli import running
+from tests.support.cli import run_program, running
 from tests.support.leaks import alive, leaked_processes, open_descriptors
 
 pytestmark = pytest.mark.both_loops
 
 GUARD = 30.0
+ROOT = Path(__file__).parents[2]
 SHORT = StopPlan.within(0.2)
 
 # A server on stdin and stdout, as of MCP: it starts a helper and a helper with a session of its
@@ -303,7 +305,7 @@ async def test_the_end_of_a_process_does_not_wait_for_what_holds_its_pipe() -> N
 
 
 async def test_a_process_may_print_while_it_stops(tmp_path: Path) -> None:
-    """More than the pipes hold, and nobody reads: neither SIGPIPE nor a wait."""
+    """More than the pipes hold, and no task reads: neither SIGPIPE nor a wait."""
     code = """
 import os, signal, sys
 def save(*_):
@@ -371,7 +373,10 @@ async def main():
     options = dict(stdin=PIPE, stdout=PIPE, stderr=PIPE, stop=StopPlan.within(60))
     async with open_process(argv, **options) as server, open_process(["sleep", "99"]) as other:
         await server.stdin.send(b"?\\n")
-        print((await server.stdout.receive()).decode().strip(), other.pid, flush=True)
+        answer = b""
+        while not answer.endswith(b"\\n"):
+            answer += await server.stdout.receive()
+        print(answer.decode().strip(), other.pid, flush=True)
         if sys.argv[1] == "exec":
             os.execvp("sleep", ["sleep", "99"])
         if sys.argv[1] == "exit":
@@ -489,3 +494,29 @@ asyncio.run(main())
     with running([sys.executable, "-c", code]) as program:
         assert program.wait() == 0, program.err
         assert program.out.strip() == "-9"
+
+
+@pytest.mark.slow
+def test_the_example() -> None:
+    ended = run_program([sys.executable, str(ROOT / "examples" / "tool_server.py")])
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.splitlines() == [
+        "[1, 2, 3] make 6",
+        "[40, 2] make 42",
+        "the time is over",
+        "0 of 2 processes are left",
+    ]
+
+
+def test_a_portal_of_anyio_runs_it_for_programs_on_trio() -> None:
+    """As the guide shows it: in a thread with an event loop of asyncio."""
+    with (
+        anyio.from_thread.start_blocking_portal("asyncio") as portal,
+        portal.wrap_async_context_manager(
+            open_process(["cat"], stdin=PIPE, stdout=PIPE)
+        ) as process,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        portal.call(process.stdin.send, b"ping\n")
+        assert portal.call(process.stdout.receive) == b"ping\n"
