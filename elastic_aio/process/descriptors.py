@@ -23,6 +23,8 @@ _PER_WORKER = 4
 # Descriptors of the agent itself: guardian, session list, inotify, console, and for a
 # moment the log files of the worker that is being spawned and the spawn's own.
 _BASE = 16
+# Of each further job, which has the guardian, its list and the console already.
+_FURTHER = 8
 # Left to the embedding program, if the hard limit allows it.
 _SPARE = 64
 
@@ -49,7 +51,8 @@ class DescriptorLimit:
                 could not find the processes that it has to stop.
         """
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        reserved = self._reserved + workers * each + _BASE + further
+        own = _FURTHER if self._reserved else _BASE
+        reserved = self._reserved + workers * each + own + further
         # At most: the other jobs may not have opened all that they have reserved.
         self._outside = max(self._outside, _count_open(soft) - self._reserved)
         needed = self._outside + reserved

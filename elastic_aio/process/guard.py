@@ -155,11 +155,12 @@ class Guard:
             return False
         for owner in self._requests.keys() | jobs.keys():
             request = jobs[owner].end if owner in jobs else 0
-            if request != self._requests.get(owner, 0):
-                self._requests[owner] = request
+            if request != self._requests.pop(owner, 0):
                 self._ending.pop(owner, None)
                 if request:
                     self._ending[owner] = self._end(owner, jobs[owner])
+            if request:
+                self._requests[owner] = request
         return not jobs or any(job.end != descendants.FINAL for job in jobs.values())
 
     def _take_steps(self) -> bool:

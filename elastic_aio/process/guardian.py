@@ -207,7 +207,8 @@ class _Keeper:
 
     async def aclose(self, is_last: bool) -> None:
         """Watch no more; end the process after the last job of the program.  Idempotent."""
-        self._program.watchers.discard(self)
+        with self._program.lock:
+            self._program.watchers.discard(self)
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.wait([self._keeping])
