@@ -83,7 +83,7 @@ class Guardian:
         self.on_restarted = on_restarted
         self.on_lost = on_lost
         self._keeper: _Keeper | None = None
-        self._is_released = False
+        self.is_released = False
         self._request = 0
         self._answer: asyncio.Future[bool] | None = None
 
@@ -105,15 +105,8 @@ class Guardian:
 
     def release(self) -> None:
         """Let the guardian end the job as if this process had ended; needs no event loop."""
-        self._is_released = True
+        self.is_released = True
         self.job.release()
-
-    def release_with_loop(self) -> None:
-        """Do the same if the job's event loop was closed first."""
-        if not self._is_released:
-            self.release()
-            warning = "a job was running when its event loop was closed; use `async with`"
-            warnings.warn(warning, ResourceWarning, stacklevel=2)
 
     async def wait_ready(self) -> None:
         """Wait until the process has reported that it works, for 30 seconds at most.
@@ -132,7 +125,7 @@ class Guardian:
         Ends after the grace period and the `reap_timeout` of the stop plan; returns whether the
         guardian has found no process any more.  Other jobs go on.  Idempotent.
         """
-        if self._keeper is None:
+        if self._keeper is None or self.is_released:
             return False
         return await run_shielded(self._end_job)
 
@@ -209,13 +202,13 @@ class _Keeper:
         """Watch no more; end the process after the last job of the program.  Idempotent."""
         with self._program.lock:
             self._program.watchers.discard(self)
+        if self._anchor >= 0:  # before it waits: the loop may have another one then
+            anchor, self._anchor = self._anchor, -1
+            self.loop.remove_reader(anchor)
+            self.loop.remove_reader(self._program.pipes.reports)
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.wait([self._keeping])
-        if self._anchor >= 0:
-            self.loop.remove_reader(self._program.pipes.reports)
-            anchor, self._anchor = self._anchor, -1
-            self.loop.remove_reader(anchor)
         if is_last:
             self.process.process.kill()
             await asyncio.wait([self._watch.ended], timeout=_KILL_S)
@@ -236,8 +229,12 @@ class _Keeper:
             guardian.look()
 
     def _on_loop_closed(self) -> None:
-        for guardian in self.guardians:
-            guardian.release_with_loop()
+        running = [one for one in self.guardians if not one.is_released]
+        for guardian in running:
+            guardian.release()
+        for _ in running:
+            warning = "a job was running when its event loop was closed; use `async with`"
+            warnings.warn(warning, ResourceWarning, stacklevel=2)
 
     def _watch_running(self, python: str | None) -> _Watch:
         with self._program.lock, subreaper.spawning():

@@ -275,6 +275,30 @@ def test_event_loops_of_several_threads_share_a_guardian() -> None:
 
 
 @pytest.mark.slow
+def test_a_job_may_begin_while_the_last_one_of_its_loop_ends() -> None:
+    """The guardian goes on for another loop, which is blocked; its reports reach the new job."""
+    other = LoopThread()
+    other.begin()
+    blocked = threading.Event()
+
+    async def swap() -> bool:
+        async with AsyncExitStack() as stack:
+            former = await stack.enter_async_context(guarded())
+            closing = asyncio.ensure_future(former.guardian.aclose())
+            await asyncio.sleep(0)
+            async with guarded() as next_one, asyncio.timeout(GUARD):
+                await closing
+                other.loop.call_soon_threadsafe(blocked.wait)
+                return await next_one.guardian.end_job()
+
+    try:
+        assert asyncio.run(swap())
+    finally:
+        blocked.set()
+        other.end()
+
+
+@pytest.mark.slow
 def test_jobs_begin_and_end_in_several_threads_at_once() -> None:
     """Each is guarded; nothing is left of any."""
     failures: list[object] = []
