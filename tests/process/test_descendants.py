@@ -24,12 +24,13 @@ from elastic_aio.process.descendants import (
     ListFile,
     Scanner,
     SessionList,
+    Snapshot,
     WorkerSession,
     may_adopt,
     read_jobs,
 )
 from elastic_aio.process.proc import ProcEntry, open_pidfd, read_process, send, ticks_now
-from tests.support.children import wait_for_end
+from tests.support.children import until_sync, wait_for_end
 
 MARKER = f"ELASTIC_AIO_JOB_TEST_{os.getpid()}_{os.urandom(4).hex()}"
 GUARD_MS = 20_000
@@ -462,6 +463,71 @@ def test_nothing_adopts_for_a_process_that_is_gone() -> None:
     child = subprocess.Popen(["true"])
     child.wait()
     assert may_adopt(child.pid) == {1}
+
+
+# ------------------------------------------------------------------ scans of several jobs
+
+
+def entries_of(scan: Iterator[float]) -> set[int]:
+    while True:
+        try:
+            next(scan)
+        except StopIteration as end:
+            return {entry.pid for entry in end.value}
+
+
+def test_scans_of_several_jobs_read_each_process_once(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each finds its own; another look reads anew."""
+    markers = [f"{MARKER}_{number}" for number in range(3)]
+    children = [family.start("sleep", "99", env={marker: "1"}) for marker in markers]
+    until_sync(lambda: all(b"sleep" in (proc.read(one.pid, "cmdline") or b"") for one in children))
+    hidden: set[tuple[int, int]] = set()
+    scanners = [
+        Scanner(marker.encode(), family.since, {}, family.adopters, hidden) for marker in markers
+    ]
+    reads: list[tuple[int, str]] = []
+    read = proc.read
+
+    def count(pid: int, name: str) -> bytes | None:
+        reads.append((pid, name))
+        return read(pid, name)
+
+    monkeypatch.setattr(proc, "read", count)
+    for looks in (1, 2):
+        snapshot = Snapshot(is_shared=True)
+        found = [entries_of(scanner.find({}, snapshot)) for scanner in scanners]
+        assert found == [{child.pid} for child in children]
+        for child in children:
+            assert reads.count((child.pid, "stat")) == looks
+            assert reads.count((child.pid, "environ")) == looks
+
+
+def test_scans_of_several_jobs_wait_once_for_an_exec(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose environment cannot be read; the second scan finds its own without a pause."""
+    child = family.start("sleep", "99", env={f"{MARKER}_2": "1"})
+    exec_under_way = family.start("sleep", "99")
+    read = proc.read
+
+    def hide(pid: int, name: str) -> bytes | None:
+        is_hidden = pid == exec_under_way.pid and name in ("environ", "cmdline")
+        return b"" if is_hidden else read(pid, name)
+
+    monkeypatch.setattr(proc, "read", hide)
+    hidden: set[tuple[int, int]] = set()
+    snapshot = Snapshot(is_shared=True)
+    pauses = []
+    for number in (1, 2):
+        marker = f"{MARKER}_{number}".encode()
+        scan = Scanner(marker, family.since, {}, family.adopters, hidden).find({}, snapshot)
+        pauses.append([*filter(None, scan)])
+    assert len(pauses[0]) >= 100
+    assert pauses[1] == []
+    found = Scanner(f"{MARKER}_2".encode(), family.since, {}, family.adopters, hidden)
+    assert entries_of(found.find({}, snapshot)) == {child.pid}
 
 
 # ------------------------------------------------------------------ the list of sessions
