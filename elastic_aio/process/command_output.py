@@ -9,6 +9,7 @@ from io import FileIO
 from elastic_aio.text import one_line
 
 _TAIL = 4096  # bytes of the output that are kept
+_READS = 16  # of 64 KiB: more than a pipe holds, unless a program has made it larger
 _LINE_MAX = 200
 
 
@@ -32,7 +33,7 @@ class CommandOutput:
 
     def last_line(self) -> str:
         """Return the last line that is not empty, after the end of the command."""
-        for _ in range(_TAIL):  # a pipe holds less
+        for _ in range(_READS):  # what it has left behind may write without end
             if not self._read():
                 break
         lines = reversed(self._tail.decode("utf-8", "replace").splitlines())
