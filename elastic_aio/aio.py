@@ -149,8 +149,8 @@ async def wait_shielded(future: asyncio.Future[Any]) -> None:
     """
     # Two protections are needed at once.  A native `Task.cancel()` is answered by waiting again.
     # Inside a cancelled anyio scope that loop would spin, since anyio raises its cancellation anew
-    # at every await; so the wait is also under an anyio shield.  A scope can exist only if anyio
-    # has been imported, hence the check of `sys.modules`.
+    # at every await; so the wait is also under an anyio shield.  A scope can exist only if its
+    # backend has been imported, hence the check of `sys.modules`: an import could fail by now.
     fork = ForkGuard()
     cancelled: asyncio.CancelledError | None = None
     with _anyio_shield():
@@ -166,7 +166,7 @@ async def wait_shielded(future: asyncio.Future[Any]) -> None:
 
 
 def _anyio_shield() -> contextlib.AbstractContextManager[object]:
-    if "anyio" not in sys.modules:
+    if "anyio._backends._asyncio" not in sys.modules:
         return contextlib.nullcontext()
     import anyio
 

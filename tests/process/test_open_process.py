@@ -453,6 +453,38 @@ async def test_without_a_guardian_nothing_starts(monkeypatch: pytest.MonkeyPatch
     assert guardian_process.GuardedProgram.present is None
 
 
+OUT_OF_DESCRIPTORS = """
+import asyncio, os, resource
+from subprocess import PIPE
+from elastic_aio import StopPlan, open_process
+async def main():
+    async with open_process(["sh", "-c", "sleep 99 & sleep 99"], stop=StopPlan.within(9)) as one:
+        held = []
+        try:
+            while True:
+                held.append(os.open("/dev/null", os.O_RDONLY))
+        except OSError:
+            pass
+        try:
+            async with open_process(["true"], stdin=PIPE):
+                pass
+        except Exception as error:
+            print(type(error).__name__, one.returncode)
+    print(one.returncode)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_a_program_without_descriptors_stops_its_trees() -> None:
+    """And starts no further process; no module is imported by then."""
+    with running([sys.executable, "-c", OUT_OF_DESCRIPTORS]) as program:
+        assert program.wait() == 0, program.err
+        assert program.out.splitlines() == ["HostError None", "-15"]
+    assert not leaked_processes()
+
+
 async def test_misuse() -> None:
     """Before the block, and after it."""
     process = open_process(["true"])
