@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
@@ -10,6 +11,9 @@ from elastic_aio.logs.files import RunDirectory
 from elastic_aio.logs.streams import LoggedStreams
 from elastic_aio.ranks import WorkerRanks
 from elastic_aio.spec.logs import LogSpec
+
+if TYPE_CHECKING:
+    from elastic_aio.process.listeners import Listeners
 
 
 class LeafPlace(Struct, frozen=True):
@@ -21,5 +25,7 @@ class LeafPlace(Struct, frozen=True):
     """Returns the log directory of the leaf, or raises SpecError or HostError."""
     logged: LoggedStreams
     """The streams of all leaves of the job."""
+    listeners: Listeners | None = None
+    """The sockets of the leaf, which are open already; None: it has none."""
     worker: WorkerRanks | None = None
     """The ranks of the only worker, if that is one of several independent workers."""

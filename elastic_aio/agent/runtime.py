@@ -135,19 +135,15 @@ class LocalRuntime:
         bare: BareOptions | None = None,
         adopt_orphans: bool = False,
         place: LeafPlace | None = None,
-        listeners: Listeners | None = None,
     ) -> None:
         """Prepare; nothing is opened before `open`.
 
         `publish_later` is called with a function that makes an event of this time (see `EventLog`);
         None: the event is made at once.  `bare` is of a bare group, which has no master port.
-        `place` is of a leaf in a tree.  `listeners` are the sockets of the spec, which the caller
-        has opened, and closes; None: they are opened here.
+        `place` is of a leaf in a tree; without one, the sockets of the spec are opened here.
         """
         self.spec = spec
-        self.run_id = run_id
-        self.host = host
-        self.nproc = nproc
+        self.run_id, self.host, self.nproc = run_id, host, nproc
         self.place = place
         self.publish = publish
         self.publish_later = publish_later or (lambda make: publish(make()))
@@ -178,7 +174,7 @@ class LocalRuntime:
         self._reserved = 0  # descriptors
         self.job: GuardedJob | None = None
         self._streams: StandardStreams | None = None
-        self._setup = _setup_of(spec, nproc, listeners)
+        self._setup = _setup_of(spec, nproc, None if place is None else place.listeners)
         self._cpus: list[frozenset[int]] = []
         self._common_env: _CommonEnv | None = None  # of the present attempt
 

@@ -57,7 +57,7 @@ from elastic_aio.agent.supervisor import (
     TimerElapsed,
 )
 from elastic_aio.aio import PausableClock, run_shielded, wall_clock, when_all_done
-from elastic_aio.child_events import ChildLaunched, ReadinessChanged
+from elastic_aio.child_events import ChildFinished, ChildLaunched, ReadinessChanged
 from elastic_aio.errors import HostError, SpawnError, SpecError
 from elastic_aio.events import (
     AttemptFailed,
@@ -90,6 +90,8 @@ from elastic_aio.status import JobStatus, StatusTracker
 
 if TYPE_CHECKING:
     from elastic_aio.agent.multi_node_driver import RendezvousFactory
+    from elastic_aio.process.listeners import Listeners
+    from elastic_aio.spec.sockets import SocketSpec
 
 _ATTEMPTS_MAX = 100  # of a child's result, over all its starts
 _KILLED = "an immediate stop was requested"
@@ -362,7 +364,11 @@ class SupervisorDriver(BaseDriver):
         self._timers: dict[str, asyncio.Task[Any]] = {}
         self._attempts: dict[str, int] = {}  # the latest numbers
         self._results: dict[str, LaunchResult] = {}
+        # Open over all starts of a child; all independent workers have the same.  While a reload
+        # changes them, both are open.
+        self._listeners: dict[tuple[str, tuple[SocketSpec, ...]], Listeners] = {}
         self._ended: dict[str, deque[AttemptResult]] = {}
+        self._opening = asyncio.Lock()
         self._began = self._clock.now()
 
     def __repr__(self) -> str:
@@ -554,6 +560,8 @@ class SupervisorDriver(BaseDriver):
             case PublishOf(name, event):
                 log = ChildLog(self._parts.event_log, joined(self._path, name))
                 log.append(replace(event, attempt=log.tracker.attempt))
+                if isinstance(event, ChildFinished):
+                    self._close_listeners(name)
             case StartChild():
                 start = self._starts[effect.name, effect.generation] = _Start(effect)
                 self._run(effect, self._start(start))
@@ -613,7 +621,8 @@ class SupervisorDriver(BaseDriver):
         """Open the driver of a child; its end is an input."""
         effect = start.effect
         try:
-            start.driver = self._make_driver(start)
+            listeners = await self._open_listeners(effect)
+            start.driver = self._make_driver(start, listeners)
             start.driver.is_left = True  # the outermost supervisor warns
             start.driver.on_shutdown = self._shut_down
             start.driver.finds_lost_jobs, self.finds_lost_jobs = self.finds_lost_jobs, False
@@ -637,16 +646,32 @@ class SupervisorDriver(BaseDriver):
             ended = ChildEnded(effect.name, effect.generation, outcome, is_permanent=is_permanent)
             self.receive(ended)
 
-    def _make_driver(self, start: _Start) -> BaseDriver:
+    async def _open_listeners(self, effect: StartChild) -> Listeners | None:
+        """Return the sockets of a leaf, which are open already after its first start."""
+        spec, name = effect.spec, effect.name if effect.rank is None else ""
+        if not isinstance(spec, LaunchSpec) or not spec.sockets or _has_children(effect):
+            return None
+        async with self._opening:  # of several workers the first binds them
+            if (found := self._listeners.get((name, spec.sockets))) is not None:
+                return found
+            from elastic_aio.process.listeners import Listeners  # few jobs have sockets
+
+            listeners = Listeners(spec.sockets)
+            nproc = resolve_nproc(spec) if effect.rank is None else effect.world_size
+            await listeners.open(nproc)
+            self._listeners[name, spec.sockets] = listeners
+        return listeners
+
+    def _close_listeners(self, name: str) -> None:
+        for key in [key for key in self._listeners if key[0] == name]:
+            self._listeners.pop(key).close()
+
+    def _make_driver(self, start: _Start, listeners: Listeners | None) -> BaseDriver:
         effect = start.effect
         name, path = effect.name, joined(self._path, effect.name)
         spec = effect.spec
-        is_group = isinstance(spec, GroupSpec)
-        if isinstance(spec, LaunchSpec):
-            is_group = effect.rank is None and spec.restart.scope != "group"
-        if not is_group:
-            assert isinstance(spec, LaunchSpec)
-            return self._make_leaf(spec, start, path)
+        if isinstance(spec, LaunchSpec) and not _has_children(effect):
+            return self._make_leaf(spec, start, path, listeners)
 
         def on_ready(is_ready: bool) -> None:
             if is_ready:
@@ -670,7 +695,9 @@ class SupervisorDriver(BaseDriver):
         """Return a leaf whose role is the name of the child, unless it has another one."""
         return spec.replace(role=name) if spec.role == "default" and name else spec
 
-    def _make_leaf(self, spec: LaunchSpec, start: _Start, path: str) -> Driver:
+    def _make_leaf(
+        self, spec: LaunchSpec, start: _Start, path: str, listeners: Listeners | None
+    ) -> Driver:
         effect, parts = start.effect, self._parts
         nproc, worker, above = 1, None, self._path
         if effect.rank is None:
@@ -682,7 +709,8 @@ class SupervisorDriver(BaseDriver):
         is_alone = spec.nnodes.maximum == 1
         # The numbers of rounds begin anew.
         where = path if is_alone or not effect.generation else f"{path}/{effect.generation}"
-        place = LeafPlace(path, partial(parts.make_directory, where), parts.logged, worker)
+        directory = partial(parts.make_directory, where)
+        place = LeafPlace(path, directory, parts.logged, listeners, worker)
         others = (one for one in self._starts.values() if one is not start)
         log = LeafLog(
             parts.event_log,
@@ -770,6 +798,8 @@ class SupervisorDriver(BaseDriver):
             self._disarm(timer)
         while self._starts:  # after a defect only
             await asyncio.wait([start.over for start in self._starts.values()])
+        for listeners in self._listeners.values():
+            listeners.close()
         is_outermost = self._parent is None
         log_dir = await run_shielded(self._parts.close) if is_outermost else None
         duration = self._clock.now() - self._began
@@ -851,6 +881,12 @@ def _ranks_of(role: str, rank: int, number: int) -> WorkerRanks:
     """Return the ranks of one of so many independent workers on this host."""
     (node,) = assign_node_ranks([NodeSize(role, max(rank + 1, number))])
     return node.worker_ranks(node.world_size)[rank]
+
+
+def _has_children(effect: StartChild) -> bool:
+    """Return whether a child is a group, or independent workers, with a supervisor of its own."""
+    spec = effect.spec
+    return isinstance(spec, GroupSpec) or (effect.rank is None and spec.restart.scope != "group")
 
 
 def _leaves_of(spec: AnySpec) -> list[LaunchSpec]:

@@ -27,6 +27,7 @@ BEFORE = {
     "child_events": "a job of several children begins with it",
     "spec.group": "a job of several children begins with it",
     "agent.probes": "they are made before the workers run",
+    "process.listeners": "the sockets are opened before",
     "agent.worker_setup": "the sockets are opened before",
     "cli.event_file": "the file is opened before",
     "control.server": "it listens before the workers run",
