@@ -11,7 +11,6 @@ from contextlib import suppress
 
 from elastic_aio.aio import run_in_thread
 from elastic_aio.errors import HostError, SpecError
-from elastic_aio.process.exec_main import FIRST
 from elastic_aio.sockets import BACKLOG, Address, look_up, port_owner
 from elastic_aio.spec.sockets import SocketSpec
 from elastic_aio.text import error_reason
@@ -22,8 +21,8 @@ _LACK = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
 class Listeners:
     """The sockets of one leaf; must be closed.
 
-    Workers get them from number 3 on, so those numbers are kept free of other descriptors that a
-    worker inherits under their own numbers.
+    Workers get them from number 3 on.  As the sockets have the lowest free numbers here too, no
+    descriptor that is opened later, for a worker to inherit it, has one of those.
     """
 
     def __init__(self, specs: Sequence[SocketSpec]) -> None:
@@ -33,7 +32,6 @@ class Listeners:
         self._own: dict[tuple[SocketSpec, int], socket.socket] = {}  # by local rank too
         self._addresses: dict[SocketSpec, Address] = {}
         self._paths: list[tuple[str, os.stat_result]] = []
-        self._kept: list[int] = []
 
     def __repr__(self) -> str:
         return f"<Listeners at {', '.join(spec.address for spec in self._specs)}>"
@@ -53,7 +51,6 @@ class Listeners:
             HostError: no descriptor is left.
         """
         try:
-            self._keep_numbers()
             for spec in self._specs:
                 await self._open(spec, nproc)
         except BaseException:  # a cancellation too
@@ -122,16 +119,6 @@ class Listeners:
             raise
         return sock
 
-    def _keep_numbers(self) -> None:
-        """Occupy the numbers that sockets have in a worker, as far as they are free here."""
-        end = FIRST + len(self._specs)
-        try:
-            while not self._kept or self._kept[-1] < end:
-                self._kept.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-        except OSError as error:
-            raise HostError(f"cannot open the sockets: {error_reason(error)}") from error
-        os.close(self._kept.pop())
-
     def close(self) -> None:
         """Close all sockets, and remove the paths that are still theirs.  Idempotent."""
         for sock in (*self._shared.values(), *self._own.values()):
@@ -143,8 +130,6 @@ class Listeners:
             with suppress(OSError):  # it was removed
                 if os.path.samestat(os.stat(path), made):
                     os.unlink(path)
-        while self._kept:
-            os.close(self._kept.pop())
 
 
 def _is_stale(path: str) -> bool:

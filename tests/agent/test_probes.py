@@ -29,6 +29,7 @@ from elastic_aio import (
     LogSpec,
     Notify,
     SpecError,
+    StopRequested,
     Tcp,
     WorkerReady,
     WorkerStarted,
@@ -419,6 +420,17 @@ async def test_probes_end_with_the_worker_that_has_exited(
         before = asked.read_text().split()
         await until(lambda: asked.read_text().split().count("1") > before.count("1") + 3)
         assert asked.read_text().split().count("0") <= before.count("0") + 1
+
+
+async def test_a_command_ends_with_its_worker(tmp_path: Path) -> None:
+    """It is no process that the worker has left behind, for which the job would wait."""
+    pid = tmp_path / "pid"
+    probe = Exec(f"echo $$ > {pid}.new; mv {pid}.new {pid}; exec sleep 97", timeout=99)
+    events: list[Event] = []
+    command = shell(f"until [ -e {pid} ]; do sleep 0.01; done")
+    await launch(LaunchSpec(command, alive=probe), listeners=[events.append])
+    assert not alive(int(pid.read_text()))
+    assert not count(events, StopRequested)
 
 
 async def test_a_signal_to_the_workers_does_not_reach_a_command(tmp_path: Path) -> None:

@@ -13,15 +13,18 @@ import pytest
 
 from elastic_aio import Agent, Event, HostError, JobFailed, LaunchSpec, LimitSpec, LogSpec, launch
 from elastic_aio.agent import worker_setup
-from elastic_aio.agent.worker_setup import Account
+from elastic_aio.agent.worker_setup import Account, ExecStarter
 from elastic_aio.process.cgroups import Cgroup
-from tests.support.children import python, shell, until
+from elastic_aio.process.children import Child, ChildSpec, command_spawner
+from tests.support.children import end_of, python, shell, until
 from tests.support.cli import run_cli
 from tests.support.leaks import alive, open_descriptors
 from tests.support.restarts import at_once
 from tests.support.sockets import free_port
 
 pytestmark = pytest.mark.both_loops
+
+HANGS = "import time; time.sleep(99)"
 
 # As sd_listen_fds(3) reads the variables.  Answers connections with its pid, and exits after 20.
 SERVER = python(
@@ -87,13 +90,21 @@ def inherited() -> tuple[bool, str, str, list[int]]:
     return is_own, env["LISTEN_FDS"], env["LISTEN_FDNAMES"], [int(one) for one in families]
 
 
-async def test_limits_are_set_before_the_program_runs(tmp_path: Path) -> None:
-    show = f"umask > {tmp_path}/umask; nice > {tmp_path}/nice; cat /proc/self/oom_score_adj"
+async def test_limits_are_set_before_the_program_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter that sets them leaves no trace: it would set LC_CTYPE (PEP 538)."""
+    for name in ("LC_ALL", "LC_CTYPE", "LANG"):
+        monkeypatch.delenv(name, raising=False)
+    show = (
+        f"umask > {tmp_path}/umask; nice > {tmp_path}/nice; echo ${{LC_CTYPE-none}} > {tmp_path}/lc"
+    )
+    show += "; cat /proc/self/oom_score_adj"
     limits = LimitSpec(nice=os.getpriority(os.PRIO_PROCESS, 0), umask="0027", oom_score_adj=500)
     spec = LaunchSpec(shell(f"{show} > {tmp_path}/oom"), limits=limits)
     await launch(spec)
     read = {path.name: path.read_text().strip() for path in tmp_path.iterdir()}
-    assert read == {"umask": "0027", "nice": str(limits.nice), "oom": "500"}
+    assert read == {"umask": "0027", "nice": str(limits.nice), "oom": "500", "lc": "none"}
     assert (tmp_path / "nice").stat().st_mode & 0o777 == 0o640
 
 
@@ -135,6 +146,29 @@ async def test_what_cannot_be_set_is_no_failure_of_a_worker(
     assert (caught.value.result.exit_code, caught.value.result.restarts) == (code, 0)
 
 
+async def test_a_start_that_is_cancelled_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its child is known to no other part yet."""
+    starter = ExecStarter(None)
+    monkeypatch.setattr(starter, "_command", (sys.executable, "-I", "-S", "-c", HANGS))
+    spawned: list[Child] = []
+
+    async def spawn(spec: ChildSpec) -> Child:
+        spawned.append(await command_spawner(asyncio.get_running_loop())(spec))
+        return spawned[0]
+
+    with open(os.devnull, "rb+") as null:
+        number = null.fileno()
+        spec = ChildSpec(("true",), dict(os.environ), None, number, number, number)
+        starting = asyncio.ensure_future(starter.start(spawn, spec, {"umask": "0"}))
+        await until(lambda: spawned)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+    assert (await end_of(spawned[0])).status.signal == 9
+
+
 async def test_a_stop_while_the_interpreter_hangs_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -144,7 +178,7 @@ async def test_a_stop_while_the_interpreter_hangs_leaves_nothing(
 
     def hang(self: Any, python: str | None) -> None:
         original(self, python)
-        self._command = (sys.executable, "-I", "-S", "-c", "import time; time.sleep(99)")
+        self._command = (sys.executable, "-I", "-S", "-c", HANGS)
 
     monkeypatch.setattr(worker_setup.ExecStarter, "__init__", hang)
     async with Agent(LaunchSpec(["true"], limits=LimitSpec(umask=0))) as agent:
@@ -177,8 +211,9 @@ async def test_a_stop_kills_what_hides_from_it(monkeypatch: pytest.MonkeyPatch) 
         async with agent.logs() as lines:
             hidden = int((await anext(lines)).text)
         assert str(hidden) in Path(made[0].path, "cgroup.procs").read_text().split()
+        await agent.restart()
+        assert not alive(hidden)
         await agent.stop()
-    assert not alive(hidden)
     assert not os.path.exists(made[0].path)
 
 

@@ -44,7 +44,8 @@ async def test_sockets_listen_in_their_order(tmp_path: Path) -> None:
         assert listeners.names == "web:unknown:unknown"
         for address in ("127.0.0.1", "::1") if socket.has_dualstack_ipv6() else ("127.0.0.1",):
             socket.create_connection((address, ports[1]), timeout=5).close()
-        assert min(listeners.descriptors(0)) >= 3 + 3
+        with open(os.devnull, "rb") as later:
+            assert later.fileno() >= 3 + 3
     assert not os.path.exists(path)
     listeners.close()
 

@@ -300,6 +300,18 @@ async def test_an_empty_plan_kills_at_once(bench: Bench) -> None:
     assert bench.escalations == []
 
 
+async def test_the_last_step_has_further_means(bench: Bench) -> None:
+    """Once the leaders have had their signal, so that they count as stopped."""
+    seen: list[frozenset[int]] = []
+    await bench.add("sleep", "99")
+    bench.tree.on_kill = lambda: seen.append(bench.tree.stop_signals(ignoring.pid))
+    await bench.stop(LONG)
+    assert seen == []
+    ignoring = await bench.add_ignoring()
+    await bench.stop(SHORT)
+    assert seen == [frozenset({15, 9})]
+
+
 async def test_another_process_group_is_stopped_too(bench: Bench) -> None:
     """`set -m` puts a child into a process group of its own."""
     leader = await bench.add("bash", "-c", "set -m; sleep 99 & echo $!; wait")
