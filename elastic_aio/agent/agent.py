@@ -18,7 +18,6 @@ from elastic_aio.agent.machine import SingleNodeMachine, StopReceived
 from elastic_aio.agent.preflight import (
     check_file_size,
     check_main_guard,
-    check_sigchld,
     hostname,
     resolve_nproc,
 )
@@ -29,7 +28,7 @@ from elastic_aio.events import ControlUnavailable, Event
 from elastic_aio.logs.console import ConsoleTarget
 from elastic_aio.logs.streams import LoggedStream
 from elastic_aio.outcome import JobState, LaunchResult
-from elastic_aio.process.children import Spawner, command_spawner
+from elastic_aio.process.children import Spawner, check_sigchld, command_spawner
 from elastic_aio.process.rusage import with_usage
 from elastic_aio.spec.checks import (
     check_number,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import signal
 import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -121,15 +120,6 @@ def worker_cpus(spec: LaunchSpec, nproc: int) -> list[frozenset[int]]:
     return bind_workers(
         spec.numa_binding, read_topology(cpus=allowed), allowed, nproc=nproc, device_nodes=nodes
     )
-
-
-def check_sigchld() -> None:
-    """Raise HostError if SIGCHLD is ignored, so that the kernel reaps children itself."""
-    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
-        raise HostError(
-            "SIGCHLD is ignored in this process, so the workers' exit statuses would be lost;"
-            " call signal.signal(signal.SIGCHLD, signal.SIG_DFL) first"
-        )
 
 
 def check_file_size(spec: LaunchSpec, nproc: int) -> None:

@@ -45,7 +45,7 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from elastic_aio.aio import ForkGuard, create_task, set_result_if_pending
-from elastic_aio.errors import SpawnError
+from elastic_aio.errors import HostError, SpawnError
 from elastic_aio.outcome import ExitStatus, ResourceUsage
 from elastic_aio.process import proc
 from elastic_aio.process.adopted import subreaper
@@ -126,6 +126,15 @@ _PERMANENT = {
     errno.ENAMETOOLONG: 126,
     errno.ETXTBSY: 126,
 }
+
+
+def check_sigchld() -> None:
+    """Raise HostError if SIGCHLD is ignored, so that the kernel reaps children itself."""
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        raise HostError(
+            "SIGCHLD is ignored in this process, so the workers' exit statuses would be lost;"
+            " call signal.signal(signal.SIGCHLD, signal.SIG_DFL) first"
+        )
 
 
 def check_program(spec: ChildSpec) -> None:

@@ -33,7 +33,7 @@ from elastic_aio.aio import (
 )
 from elastic_aio.errors import HostError, SpecError
 from elastic_aio.outcome import ExitStatus
-from elastic_aio.process.children import Child, ChildSpec, spawn_with_popen
+from elastic_aio.process.children import Child, ChildSpec, check_sigchld, spawn_with_popen
 from elastic_aio.process.descendants import marker_value
 from elastic_aio.process.descriptors import StandardStreams, limit, with_descriptor_limit
 from elastic_aio.process.guardian import Guardian
@@ -158,6 +158,7 @@ class Process:
 
     async def __aenter__(self) -> Self:
         running_loop()
+        check_sigchld()
         if self._is_entered:
             raise RuntimeError("a process is started once; call open_process again")
         self._is_entered = True

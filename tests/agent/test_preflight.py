@@ -15,7 +15,6 @@ import pytest
 from elastic_aio.agent import preflight
 from elastic_aio.agent.preflight import (
     check_runnable,
-    check_sigchld,
     device_env,
     free_port,
     hostname,
@@ -27,6 +26,7 @@ from elastic_aio.errors import HostError, SpawnError, SpecError
 from elastic_aio.hardware import host as hardware
 from elastic_aio.hardware.cpus import Cpus, Topology
 from elastic_aio.hardware.host import Accelerator
+from elastic_aio.process.children import check_sigchld
 from elastic_aio.spec.job import Command, LaunchSpec, Module, Script
 from elastic_aio.spec.logs import LogSpec, StdMap
 

@@ -485,6 +485,17 @@ def test_a_program_without_descriptors_stops_its_trees() -> None:
     assert not leaked_processes()
 
 
+async def test_an_ignored_sigchld_is_refused() -> None:
+    """The kernel would reap the process, and its status be lost."""
+    former = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with pytest.raises(HostError, match=r"^SIGCHLD is ignored in this process"):
+            async with open_process(["true"]):
+                pytest.fail("it runs")
+    finally:
+        signal.signal(signal.SIGCHLD, former)
+
+
 async def test_misuse() -> None:
     """Before the block, and after it."""
     process = open_process(["true"])
