@@ -139,7 +139,7 @@ class GuardedProgram:
     """The program of the next job; None if no job is guarded."""
 
     def __init__(self) -> None:
-        """Open the list, or raise an OSError; `close` must follow."""
+        """Open the list, or raise an OSError; `close_if_unused` must follow."""
         self.jobs: dict[int, GuardedJob] = {}
         self.guarded: set[int] = set()
         self.process: GuardianProcess | None = None
