@@ -76,7 +76,6 @@ A job of one node
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from enum import Enum
@@ -233,6 +232,10 @@ class PreemptionReceived(Struct, frozen=True):
     until: float
     time_left: float
     deadline: float
+
+    def is_earlier_than(self, former: PreemptionReceived | None) -> bool:
+        """Whether there was no notice before, or this one leaves less time."""
+        return former is None or self.deadline < former.deadline - PREEMPTION_SLACK
 
 
 class RestartReceived(Struct, frozen=True):
@@ -519,8 +522,8 @@ class AgentMachine(ABC):
 
     def accepts(self, notice: PreemptionReceived) -> bool:
         """Whether a notice counts: the first one before a stop, or an earlier deadline."""
-        latest = math.inf if self.notice is None else self.notice.deadline - PREEMPTION_SLACK
-        return notice.deadline < latest and self._stop is None and self.phase is not AgentPhase.DONE
+        is_open = self._stop is None and self.phase is not AgentPhase.DONE
+        return is_open and notice.is_earlier_than(self.notice)
 
     def _give_notice(self, notice: PreemptionReceived) -> list[Effect]:
         """Publish a preemption; live workers have until its deadline to end."""

@@ -877,6 +877,10 @@ class SupervisorMachine:
         if child.phase is not ChildPhase.STOPPING:
             self._to_stop[child.name] = None
 
+    def _is_to_end(self, child: _Child) -> bool:
+        """Whether a child is being stopped, or will be when its turn comes."""
+        return child.name in self._to_stop or child.phase is ChildPhase.STOPPING
+
     def _stop_child(self, child: _Child) -> None:
         self._to_stop.pop(child.name, None)
         if child.is_up:
@@ -962,15 +966,20 @@ class SupervisorMachine:
                 self._emit_stop(child, generation, stop)
             self._stop_child(child)
 
+    def accepts(self, notice: PreemptionReceived) -> bool:
+        """Whether a notice counts: the first one before the end, or an earlier deadline."""
+        is_open = not self._is_ending or (self.notice is not None and self._stop is None)
+        return is_open and not self._is_done and notice.is_earlier_than(self.notice)
+
     def _on_preemption_received(self, notice: PreemptionReceived) -> None:
-        if self._is_ending:
+        if not self.accepts(notice):
             return
         self.notice, self._is_ending, self._reload = notice, True, None
         for child in self._children.values():
             self._drop_new(child)
             if child.is_due:
                 child.phase = ChildPhase.STOPPED
-            elif child.is_up and child.fate is None:
+            elif child.is_up and not self._is_to_end(child):
                 self._emit(PreemptChild(child.name, child.generation, notice))
             child.fate = _Fate.END if child.is_live else None
         self._waiting.clear()

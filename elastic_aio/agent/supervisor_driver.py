@@ -525,9 +525,11 @@ class SupervisorDriver(BaseDriver):
 
     def request_preemption(self, reason: str, seconds: float | None = None) -> bool:
         left = self._spec.preemption.deadline if seconds is None else seconds
-        is_first = self._machine.notice is None
-        self.receive(PreemptionReceived(reason, wall_clock() + left, left))
-        return is_first
+        now = self._clock.now()
+        notice = PreemptionReceived(reason, wall_clock() + left, left, now + left)
+        is_accepted = self._machine.accepts(notice)
+        self.receive(notice)
+        return is_accepted
 
     def kill(self, reason: str = "", stop: StopReceived | None = None) -> None:
         stop = stop or StopReceived(_KILLED)
@@ -870,7 +872,8 @@ def _change(effect: ChildEffect, driver: BaseDriver) -> None:
         case RestartChild():
             driver.request_restart(effect.reason)
         case PreemptChild():
-            driver.receive(effect.notice)
+            notice = effect.notice  # the clock of a child is another one
+            driver.request_preemption(notice.reason, max(0.0, notice.until - wall_clock()))
         case ReloadChild():
             driver.receive(ReloadReceived("", effect.spec))
         case ScaleChild():

@@ -626,10 +626,12 @@ def test_a_failed_group_is_restarted_by_its_parent() -> None:
 def test_a_notice_reaches_all_children() -> None:
     play = started(group("a b c", after={"b": ["a"]}))
     play.stop("c")
-    notice = PreemptionReceived("why", 9.0, 9.0)
+    notice = PreemptionReceived("why", 9.0, 9.0, 9.0)
     assert play(notice) == "PreemptChild a, PreemptChild b"
     assert play.machine.notice is notice
-    assert play(PreemptionReceived("another", 9.0, 9.0)) == ""
+    assert play(PreemptionReceived("another", 9.0, 9.0, 9.0)) == ""
+    assert play(PreemptionReceived("earlier", 4.0, 4.0, 4.0)) == "PreemptChild a, PreemptChild b"
+    assert play(PreemptionReceived("later", 6.0, 6.0, 6.0)) == ""
     assert play.end("a", 1) == ""
     assert play.end("c", None) == ""
     assert play.restart("a") == ""
@@ -638,8 +640,9 @@ def test_a_notice_reaches_all_children() -> None:
 
 def test_a_stop_shortens_a_notice() -> None:
     play = started(group("a b", after={"b": ["a"]}))
-    play(PreemptionReceived("why", 9.0, 9.0))
+    play(PreemptionReceived("why", 9.0, 9.0, 9.0))
     assert play(StopReceived("now")) == "-b"
+    assert play(PreemptionReceived("earlier", 4.0, 4.0, 4.0)) == ""
     assert play.end("b", None) == "-a"
     assert play.end("a", None) == "finish preempted 85"
 
@@ -648,7 +651,7 @@ def test_no_child_is_started_after_a_notice() -> None:
     slow = leaf(when="always", backoff=Backoff(initial=4))
     play = started(group({"a": slow, "b": leaf(ready="notify"), "c": leaf()}, after={"c": ["b"]}))
     play.end("a", 1)
-    assert play(PreemptionReceived("why", 9.0, 9.0)) == "disarm a, PreemptChild b"
+    assert play(PreemptionReceived("why", 9.0, 9.0, 9.0)) == "disarm a, PreemptChild b"
     assert play(ChildReady("b", 0)) == ""
     assert play.end("b", None) == "finish preempted 85"
 

@@ -55,7 +55,7 @@ async def test_a_failure_report_does_not_block_the_event_loop(
         sink = open_sink("stderr", file.fileno())
         lines = printer.EventPrinter(sink, Level.WARNING)
         asyncio.get_running_loop().call_soon(goes_on.set)
-        await lines.print_result(caught.value, LaunchSpec(["false"]))
+        await lines.print_result(caught.value, "false")
         await lines.drain(DEADLINE_S)
         sink.close()
     assert path.read_text().endswith("True\n")

@@ -520,7 +520,9 @@ class TreeRules:
             case StopReceived():
                 self._stop = self._stop or received
                 self._is_killed |= received.signal == SIGKILL
-            case PreemptionReceived() if not self._is_ending:
+            case PreemptionReceived() if not self._is_ending or (
+                self._notice and not self._stop and received.is_earlier_than(self._notice)
+            ):
                 self._notice = received
             case ChildResult(name, generation) if generation in self._live.get(name, {}):
                 self._note_result(received, self._live[name][generation])
@@ -883,9 +885,12 @@ def run_random_tree(seed: int) -> JobOutcome:
         if tree.outcome is None:
             check_settled(tree)
     if tree.outcome is None and random.random() < 0.3:
-        tree.root.receive(PreemptionReceived("a notice", 1e9, random.uniform(0, 9)))
-        if random.random() < 0.5:
-            tree.run(random.uniform(0, 15))
+        for _ in range(random.randint(1, 2)):
+            left = random.uniform(0, 9)
+            notice = PreemptionReceived("a notice", 1e9, left, tree.time.now + left)
+            tree.root.receive(notice)
+            if random.random() < 0.5:
+                tree.run(random.uniform(0, 15))
     if tree.outcome is not None:
         return tree.outcome
     stop = StopReceived("the end", random.choice([None, SIGTERM]))
