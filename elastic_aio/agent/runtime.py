@@ -495,11 +495,8 @@ class LocalRuntime:
         child_spec = ChildSpec(tuple(argv), env, self.spec.cwd, null, output, output)
         spawn = partial(self._spawn_within_limit, self.entrypoint.command_spawner)
         if self._setup is not None:
-            child = await self._setup.spawn_command(spawn, child_spec)
-        else:
-            child = await spawn(child_spec)
-        self.tree.add(child)
-        return child
+            return await self._setup.spawn_command(spawn, child_spec)
+        return await spawn(child_spec)
 
     def starting(self) -> AbstractContextManager[None]:
         """Return a block in which workers are started, which the guardian learns at its end."""
