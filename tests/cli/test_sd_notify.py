@@ -79,7 +79,7 @@ def test_a_service_whose_workers_have_a_probe(manager: Manager, tmp_path: Path) 
     options = (
         "--nproc-per-node=2",
         "--ready",
-        f"exec:test -e {is_up} || echo $RANK >> {is_up}.asked",
+        f"exec:test -e {is_up} || {{ echo $RANK >> {is_up}.asked; exit 1; }}",
     )
     with running_cli(*options, *BASH, "sleep 99", env=env) as job:
         until_sync(lambda: is_up.with_suffix(".asked").exists())
