@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from subprocess import DEVNULL, PIPE, STDOUT
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, Self, TypeAlias
 
 from anyio import BrokenResourceError, BusyResourceError, ClosedResourceError, EndOfStream
 from anyio.abc import ByteReceiveStream, ByteSendStream
@@ -50,6 +50,8 @@ from elastic_aio.spec.checks import (
 from elastic_aio.spec.stop import StopPlan
 from elastic_aio.text import error_reason
 from elastic_aio.worker.context import NOTIFY_FD
+
+_Stream: TypeAlias = int | IO[Any] | None
 
 _DEFAULT_STOP = StopPlan.within(5)
 # Reads of a pipe that is drained, before other tasks run: a megabyte.
@@ -98,13 +100,11 @@ def open_process(
         raise SpecError("argv", argv, "must begin with a program")
     if stop is not None and not isinstance(stop, StopPlan):
         raise SpecError("stop", stop, "must be a StopPlan")
+    for name, stream in ("stdin", stdin), ("stdout", stdout), ("stderr", stderr):
+        _check_stream(name, stream)
     return Process(
         tuple(checked_text("argv", word) for word in words),
-        streams=(
-            _checked_stream("stdin", stdin),
-            _checked_stream("stdout", stdout),
-            _checked_stream("stderr", stderr),
-        ),
+        streams=(stdin, stdout, stderr),
         plan=stop or _DEFAULT_STOP,
         env=None if env is None else checked_texts("env", env),
         cwd=None if cwd is None else checked_path("cwd", cwd),
@@ -112,13 +112,17 @@ def open_process(
     )
 
 
-def _checked_stream(name: str, value: object) -> int | None:
+def _check_stream(name: str, value: object) -> None:
     number = value.fileno() if hasattr(value, "fileno") else value
     special = (PIPE, DEVNULL, STDOUT) if name == "stderr" else (PIPE, DEVNULL)
     if number is None or (is_integer(number) and (number >= 0 or number in special)):
-        return number
+        return
     known = "PIPE, DEVNULL, STDOUT" if name == "stderr" else "PIPE, DEVNULL"
     raise SpecError(name, value, f"must be a descriptor, a file, {known} or None")
+
+
+def _descriptor_of(value: _Stream) -> int | None:
+    return value if value is None or isinstance(value, int) else value.fileno()
 
 
 class Process:
@@ -128,7 +132,7 @@ class Process:
         self,
         argv: tuple[str, ...],
         *,
-        streams: tuple[int | None, int | None, int | None],
+        streams: tuple[_Stream, _Stream, _Stream],
         plan: StopPlan,
         env: Mapping[str, str] | None,
         cwd: str | None,
@@ -141,7 +145,7 @@ class Process:
         self.stderr: PipeReceiveStream | None = None
         """The same."""
         self._argv = argv
-        self._streams = streams
+        self._streams = streams  # a file that only the caller's expression had must stay open
         self._plan = plan
         self._env = env
         self._cwd = cwd
@@ -262,6 +266,7 @@ class Process:
             with self._tree.starting():
                 self._child = await spawn_with_popen(self._child_spec(job, ends))
             self._tree.add(self._child)
+        self._streams = None, None, None
         self._keep_pipes()
 
     def _child_spec(self, job: GuardedJob, ends: tuple[int, int, int]) -> ChildSpec:
@@ -273,7 +278,7 @@ class Process:
     def _open_ends(self, standard: StandardStreams, opened: ExitStack) -> tuple[int, int, int]:
         """Return the descriptors that the process gets, which `opened` closes."""
         ends: list[int] = []
-        for number, value in enumerate(self._streams):
+        for number, value in enumerate(map(_descriptor_of, self._streams)):
             if value is None:
                 ends.append(standard.inherited(number))
             elif value == DEVNULL:

@@ -183,6 +183,15 @@ async def test_where_streams_go(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_text() == "in\nout\nerr\nout\n"
 
 
+@pytest.mark.filterwarnings("ignore:unclosed file")
+async def test_a_file_that_only_the_call_has(tmp_path: Path) -> None:
+    """The process keeps it open: else the next descriptor that is opened has its number."""
+    path = tmp_path / "out"
+    async with open_process(["echo", "a"], stdout=path.open("wb")) as process:
+        assert await process.wait() == 0
+    assert path.read_bytes() == b"a\n"
+
+
 async def test_environment_and_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of this program, or exactly the given ones and the marker."""
     monkeypatch.setenv("INHERITED", "yes")
