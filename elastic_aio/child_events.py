@@ -122,6 +122,21 @@ class ChildFinished(Event, frozen=True, kw_only=True):
         return f"{self.state}{code}: {self.why}"
 
 
+class ChildRemoved(Event, frozen=True, kw_only=True):
+    """Nothing is left of a child that is no child of the group any more."""
+
+    name: str
+    """Its name in the group, which is `child`."""
+
+    _level = Level.INFO
+
+    def _change(self, status: StatusTracker) -> None:
+        status.children.pop(self.name, None)
+
+    def _text(self) -> str:
+        return f"{self.name} is removed"
+
+
 class ReloadFailed(Event, frozen=True, kw_only=True):
     """A worker could not be replaced because of `why`: it runs on, and no further one is replaced.
 

@@ -6,7 +6,7 @@ and the caller.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import ClassVar, Final
 
 from msgspec import Struct
@@ -164,7 +164,10 @@ class JobStatus(Struct, frozen=True, kw_only=True):
 
     @property
     def is_ready(self) -> bool:
-        """Whether they run and are ready, if `LaunchSpec.ready` says when that is."""
+        """Whether they run and are ready, if `LaunchSpec.ready` says when that is; of a tree,
+        whether all essential children are."""
+        if self.children:
+            return self.is_running and self.ready_since is not None
         return self.is_running and (not self.awaits_ready or _are_ready(self.workers))
 
     @property
@@ -257,6 +260,7 @@ class StatusTracker:
         self.nproc = 0  # workers of this node
         self.workers: dict[int, WorkerStatus] = {}  # of the latest attempt, by rank
         self._seq = -1
+        self._began = -1  # the number of the event of the first worker of the latest attempt
         self._since = 0.0
         self._counted_until = 0.0  # until then, `_goodput` is complete
         self._goodput = Goodput()
@@ -274,6 +278,7 @@ class StatusTracker:
         self._seq = event.seq
         successor = self._successor
         if successor is not None and event.attempt == successor._first_attempt:
+            successor._seq = event.seq
             event._change(successor)
             if successor.job.ready_since is not None:
                 vars(self).update(vars(successor), _successor=None, _stale=self.attempt)
@@ -325,20 +330,13 @@ class StatusTracker:
         """Return the trackers of what has workers: this one, or those that its tree ends in."""
         return [leaf for child in self.children.values() for leaf in child.leaves()] or [self]
 
-    def starts(self) -> dict[str, tuple[int, int]]:
-        """Return generation and attempt of each leaf that has had workers."""
-        return {
-            one.job.child: (one.job.generation, one.attempt) for one in self.leaves() if one.workers
-        }
-
-    def has_started_after(self, before: Mapping[str, tuple[int, int]]) -> bool:
-        """Return whether all leaves run in a later start or attempt than `starts` has returned.
+    def has_started_after(self, seq: int) -> bool:
+        """Return whether all leaves run in an attempt that began after the event of this number.
 
         Below this one, those that had ended may stay so.
         """
         for one in self.leaves():
-            start = one.job.generation, one.attempt
-            is_later = bool(one.workers) and start > before.get(one.job.child, (-1, -1))
+            is_later = one._began > seq
             is_over = one.has_ended and (is_later or one is not self)
             if not is_over and not (one.is_running and is_later):
                 return False
@@ -354,6 +352,8 @@ class StatusTracker:
 
     @property
     def is_ready(self) -> bool:
+        if self.children:
+            return self.is_running and self.job.ready_since is not None
         is_awaited = self.job.awaits_ready
         return self.is_running and (not is_awaited or _are_ready(self.workers.values()))
 
@@ -412,8 +412,8 @@ class StatusTracker:
                 child.enter("stopped", time, reason)
 
     def add_worker(self, attempt: int, worker: WorkerStatus) -> None:
-        if attempt != self.attempt:
-            self.attempt = attempt
+        if attempt != self.attempt or not self.workers:
+            self.attempt, self._began = attempt, self._seq
             self.workers = {}
         self.workers[worker.rank] = worker
         if self.job.started_at is not None and len(self.workers) >= self.nproc:

@@ -399,9 +399,9 @@ class Agent:
         driver, tracker = self._started_driver, self._tracker(child)
         if (phase := tracker.status(time.time()).phase) in ("standby", "excluded"):
             raise RuntimeError(f"this node has no workers to restart ({phase}): ask another node")
-        before = tracker.starts()
         log = self._event_log
-        events = log.read(log.count - 1)
+        last = log.count - 1
+        events = log.read(last)
         checked_part("reason", reason, kind=str)
         if child:
             from elastic_aio.agent.supervisor import ChildRestartReceived
@@ -414,7 +414,7 @@ class Agent:
         async for event in events:
             if child and event.child == child and isinstance(event, ChildFinished):
                 return False
-            if tracker.has_started_after(before):
+            if tracker.has_started_after(last):
                 return True
         return False
 
@@ -437,23 +437,27 @@ class Agent:
         if isinstance(self._started_driver, Driver) and not child and spec is None:
             return await self.restart("a reload was requested")
         from elastic_aio.agent.supervisor import ReloadReceived
-        from elastic_aio.child_events import ReloadFailed, ReloadFinished
+        from elastic_aio.child_events import ChildFinished, ReloadFailed, ReloadFinished
 
         tracker, log = self._tracker(child), self._event_log
-        events, before = log.read(log.count - 1), tracker.starts()
+        last = log.count - 1
+        events = log.read(last)
         supervisor, name = self._supervisor_of(child)
         ended = {one.job.child for one in tracker.leaves() if one.has_ended}
         changed = supervisor.restarted_by(name, spec)
         supervisor.request(ReloadReceived(name, spec))
+        begun = log.count  # before, an earlier reload may have ended because of this one
         if changed is not None and not (changed := changed - ended if spec is None else changed):
             return True
         async for event in events:
-            if isinstance(event, ReloadFailed) and _is_below(event.child, child):
+            is_failed = isinstance(event, ReloadFailed) and _is_below(event.child, child)
+            is_over = isinstance(event, ChildFinished) and event.child in (changed or ())
+            if event.seq >= begun and (is_failed or is_over):
                 return False
             if isinstance(event, ReloadFinished) and event.child == child and changed is None:
                 return True
             found = [log.tracker.find(path) for path in changed or ()]
-            if found and all(one and one.has_started_after(before) for one in found):
+            if found and all(one and one.has_started_after(last) for one in found):
                 return True
         return False
 
@@ -466,14 +470,14 @@ class Agent:
         Cancellation: the request stays.
         """
         from elastic_aio.agent.supervisor import ScaleReceived
-        from elastic_aio.child_events import Scaled
+        from elastic_aio.child_events import ChildFinished, Scaled
 
         checked_integer("number", number, at_least=1)
         events = self._event_log.read(self._event_log.count - 1)
         supervisor, name = self._supervisor_of(child)
         supervisor.request(ScaleReceived(name, number))
         async for event in events:
-            if isinstance(event, Scaled) and event.child == child:
+            if event.child == child and isinstance(event, Scaled | ChildFinished):
                 return
 
     def status(self, *, usage: bool = True) -> JobStatus:

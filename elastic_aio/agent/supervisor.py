@@ -10,8 +10,9 @@ A child
 
 * It is started when all children that it is `after` are ready, or have succeeded; one that is not
   essential may also have failed.  With the strategy rest_for_one it is after the one before too.
-* A gang that restarts on failure under one_for_one restarts itself, and its failure is final.
-  Others are restarted here, by the budget of their policy.
+* A gang that restarts on failure under one_for_one, and is after no other, restarts itself, and
+  its failure is final; so does one of several nodes, or with a `decide`.  Others are restarted
+  here, by the budget of their policy.
 * A child that is restarted takes others along, as the strategy says: those that run are stopped in
   the reverse order, and none is started before all have ended; with one_for_all, neither in a
   back-off.  They pay nothing for that.  Those that have succeeded start again, unless they never
@@ -37,7 +38,7 @@ A child
     LIVE         (its turn to be stopped)          STOPPING     StopChild
     STOPPING     ChildEnded, stopped by request    STOPPED      ChildFinished
     STOPPING     ChildEnded, to be restarted       WAITING
-    STOPPING     ChildEnded, removed by a scale    (none)
+    STOPPING     ChildEnded, it was removed        (none)       ChildRemoved
     BACKING_OFF  TimerElapsed                      WAITING
     BACKING_OFF  ChildRestartReceived              WAITING      Disarm
     BACKING_OFF,
@@ -98,6 +99,7 @@ from elastic_aio.agent.machine import (
 )
 from elastic_aio.child_events import (
     ChildFinished,
+    ChildRemoved,
     ChildRestarting,
     ReloadFailed,
     ReloadFinished,
@@ -116,6 +118,7 @@ from elastic_aio.spec.group import (
     reports_ready,
     restarted_by_supervisor,
     scaled_to,
+    size_of,
     template_of,
 )
 from elastic_aio.spec.job import LaunchSpec
@@ -446,6 +449,11 @@ class _Reload(Struct):
     replaced: int = 0
 
 
+def _has_supervisor(spec: AnySpec) -> bool:
+    """Return whether a child decides about children of its own."""
+    return isinstance(spec, GroupSpec) or spec.restart.scope != "group"
+
+
 # ------------------------------------------------------------------ the machine
 
 
@@ -514,17 +522,17 @@ class SupervisorMachine:
 
     def _make(self, name: str, spec: AnySpec) -> _Child:
         self._waiting[name] = None
-        child = _Child(name, spec, self._budget_of(spec))
+        child = _Child(name, spec, self._budget_of(name, spec))
         child.starts = self._removed.pop(name, 0)
         return child
 
-    def _budget_of(self, spec: AnySpec) -> _Budget:
+    def _budget_of(self, name: str, spec: AnySpec) -> _Budget:
         """Return when a child is restarted, and its budget unless it restarts itself."""
         if isinstance(spec, GroupSpec):
             when, policy = spec.restart, RestartPolicy()
         else:
             when, policy = spec.restart.when, spec.restart
-            is_own = when == "on-failure" and self._group.strategy == "one_for_one"
+            is_own = when == "on-failure" and self._group.restarts_itself(name, spec)
             if is_own or policy.scope != "group":  # then the policy is that of its workers
                 return when, None
         limit = UNLIMITED if when == "always" else spec.max_restarts
@@ -811,6 +819,12 @@ class SupervisorMachine:
             elif child.is_live:  # its former worker, which was replaced
                 self._swept.add(name)
 
+    def _is_alone(self, child: _Child) -> bool:
+        """Whether no other child has to do with a restart of a child: it restarts in its place."""
+        is_ordered = self._after[child.name] or self._dependents[child.name]
+        is_local = isinstance(child.spec, GroupSpec) or child.spec.nnodes.maximum == 1
+        return self._group.strategy == "one_for_one" and not (is_ordered and is_local)
+
     def _stop_and_start(self, child: _Child, reason: str) -> None:
         """Have a child that runs stopped and started again, and others with it."""
         if self._group.strategy == "one_for_one":
@@ -899,6 +913,7 @@ class SupervisorMachine:
         elif fate is _Fate.REMOVE:
             del self._children[child.name]
             self._removed[child.name] = child.starts
+            self._emit(Publish(ChildRemoved(name=child.name)))
             self._check_ends()
         elif fate is _Fate.STOP:
             if child.phase is not ChildPhase.SUCCEEDED:
@@ -1014,7 +1029,9 @@ class SupervisorMachine:
             case ReloadReceived(_, spec):
                 self._reload_all(spec)
             case ScaleReceived(_, number):
+                former = len(self._members)
                 self._scale(number)
+                self._emit(Publish(Scaled(former=former, number=number)))
 
     def _on_request_of(self, child: _Child, request: ChildRequest) -> None:
         if isinstance(request, ChildStopReceived):
@@ -1027,12 +1044,19 @@ class SupervisorMachine:
         elif isinstance(request, ReloadReceived):
             self._reload_child(child, request.spec)
         elif isinstance(request, ScaleReceived):
-            if not isinstance(child.spec, GroupSpec) and child.spec.restart.scope == "group":
-                self._reload_child(child, scaled_to(child.spec, request.number))
-            elif child.is_up and child.fate is None:
-                self._emit(ScaleChild(child.name, child.generation, request.number))
-            else:
-                child.take(scaled_to(child.spec, request.number))
+            self._scale_child(child, request.number)
+
+    def _scale_child(self, child: _Child, number: int) -> None:
+        spec, has_own = scaled_to(child.spec, number), _has_supervisor(child.spec)
+        if has_own and child.is_up and child.fate is None:
+            self._emit(ScaleChild(child.name, child.generation, number))
+            return
+        scaled = Scaled(former=size_of(child.spec), number=number)
+        if has_own:
+            child.take(spec)
+        elif spec != child.spec:
+            self._reload_child(child, spec)
+        self._emit(PublishOf(child.name, scaled))
 
     def _stop_by_request(self, child: _Child, stop: StopReceived) -> None:
         if stop.signal == SIGKILL and child.phase is ChildPhase.STOPPING:
@@ -1053,7 +1077,7 @@ class SupervisorMachine:
                 child.budget.clear()
             self._announce(child, reason)
             self._schedule(child)
-        elif self._group.strategy == "one_for_one":
+        elif self._is_alone(child):
             self._emit(RestartChild(child.name, child.generation, reason))
         else:
             self._announce(child, reason)
@@ -1077,15 +1101,18 @@ class SupervisorMachine:
 
     def _reload_child(self, child: _Child, spec: AnySpec | None) -> None:
         """Have a child run another spec, or start again by its own."""
-        is_group = isinstance(child.spec, GroupSpec) or child.spec.restart.scope != "group"
         is_live = child.is_up and child.fate is None
-        if is_live and is_group and (spec is None or is_same_kind(child.spec, spec)):
+        if (
+            is_live
+            and _has_supervisor(child.spec)
+            and (spec is None or is_same_kind(child.spec, spec))
+        ):
             self._emit(ReloadChild(child.name, child.generation, spec))
-        elif is_live and spec is None and self._group.strategy == "one_for_one":
+        elif is_live and spec is None and self._is_alone(child):
             self._emit(RestartChild(child.name, child.generation, RELOADED))
         else:
             if spec is not None:
-                child.adopt(spec, self._budget_of(spec))
+                child.adopt(spec, self._budget_of(child.name, spec))
             if is_live:
                 self._stop_and_start(child, RELOADED)
             elif child.phase is ChildPhase.BACKING_OFF:
@@ -1124,7 +1151,6 @@ class SupervisorMachine:
                 child.fate = _Fate.RESTART
 
     def _scale(self, number: int) -> None:
-        former = len(self._members)
         spec = scaled_to(self.spec, number)
         if self._reload is not None:
             self._reload.spec = scaled_to(self._reload.spec, number)
@@ -1133,8 +1159,6 @@ class SupervisorMachine:
         self._take_members(spec, f"scaled to {counted(number, 'worker')}")
         for child in self._members if isinstance(spec, LaunchSpec) else ():
             child.take(scaled_to(child.spec, number))
-        if number != former:
-            self._emit(Publish(Scaled(former=former, number=number)))
 
     def _replace_next(self) -> None:
         """Start the replacement of the next worker, if the last is done; or end the reload."""
@@ -1147,7 +1171,7 @@ class SupervisorMachine:
                     return  # of the replacement that a former reload has given up
                 reload.current = child.name
                 spec = reload.child
-                made = self._budget_of(spec)
+                made = self._budget_of(child.name, spec)
                 if made[1] is not None and isinstance(spec, LaunchSpec):
                     spec = restarted_by_supervisor(spec)
                 child.candidate = reload.awaited = self._start(child, spec)
@@ -1156,12 +1180,14 @@ class SupervisorMachine:
         self._reload = None
         for child in self._members:  # those that do not run
             if child.version != reload.version:
-                child.adopt(reload.child, self._budget_of(reload.child), reload.version)
+                child.adopt(reload.child, self._budget_of(child.name, reload.child), reload.version)
                 if child.phase is ChildPhase.BACKING_OFF:
                     self._schedule(child)
         self._emit(Publish(ReloadFinished(replaced=reload.replaced)))
-        self.spec = reload.spec
+        self.spec, former = reload.spec, len(self._members)
         self._scale(reload.number)
+        if reload.number != former:
+            self._emit(Publish(Scaled(former=former, number=reload.number)))
 
     def _awaits(self, child: _Child, generation: int) -> bool:
         reload = self._reload
@@ -1185,7 +1211,7 @@ class SupervisorMachine:
             child.former_restarts += child.own_restarts
             child.own_restarts = 0
         child.is_up, child.is_ready, child.phase = True, True, ChildPhase.RUNNING
-        child.adopt(reload.child, self._budget_of(reload.child), reload.version)
+        child.adopt(reload.child, self._budget_of(child.name, reload.child), reload.version)
         child.started_spec = child.spec
         reload.awaited, reload.is_settling = None, False
         self._disarm(child)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from random import random
@@ -132,6 +132,18 @@ class TreeParts:
         self._console = console
         self._adopts_orphans = adopt_orphans
         self._directories: dict[str | None, RunDirectory] = {}
+        self._starts: Counter[str] = Counter()  # by path
+        self._attempts: dict[str, int] = {}  # the latest numbers, by path
+
+    def count_start(self, path: str) -> int:
+        """Return the number of the next start of a child: they go on over those of its group."""
+        self._starts[path] += 1
+        return self._starts[path] - 1
+
+    def next_attempt(self, path: str, former: int = -1) -> int:
+        """Return the number of the next attempt of a leaf: they go on over its starts."""
+        number = self._attempts[path] = max(self._attempts.get(path, -1), former) + 1
+        return number
 
     def open(self) -> str | None:
         """Make the directory of the run, or raise SpecError; return what users may know of it."""
@@ -252,12 +264,13 @@ class LeafLog(ChildLog):
         effect: StartChild,
         receive: Callable[[Any], None],
         *,
+        generation: int,
         nproc: int,
         has_ready: bool,
         attempt: int,
         beside: bool,
     ) -> None:
-        super().__init__(log, path, effect.generation, attempt=attempt, beside=beside)
+        super().__init__(log, path, generation, attempt=attempt, beside=beside)
         self._child = effect.name, effect.generation
         self._receive = receive
         self._nproc = nproc
@@ -362,7 +375,6 @@ class SupervisorDriver(BaseDriver):
         self._machine = SupervisorMachine(supervised, random, nproc)
         self._starts: dict[tuple[str, int], _Start] = {}
         self._timers: dict[str, asyncio.Task[Any]] = {}
-        self._attempts: dict[str, int] = {}  # the latest numbers
         self._results: dict[str, LaunchResult] = {}
         # Open over all starts of a child; all independent workers have the same.  While a reload
         # changes them, both are open.
@@ -687,7 +699,7 @@ class SupervisorDriver(BaseDriver):
             spec,
             self._parts,
             path=path,
-            generation=effect.generation,
+            generation=self._parts.count_start(path),
             nproc=nproc,
             parent=self,
             on_ready=on_ready,
@@ -710,7 +722,8 @@ class SupervisorDriver(BaseDriver):
         run_id = ".".join(filter(None, (parts.run_id, above.replace("/", "."))))
         is_alone = spec.nnodes.maximum == 1
         # The numbers of rounds begin anew.
-        where = path if is_alone or not effect.generation else f"{path}/{effect.generation}"
+        generation = parts.count_start(path)
+        where = path if is_alone or not generation else f"{path}/{generation}"
         directory = partial(parts.make_directory, where)
         place = LeafPlace(path, directory, parts.logged, listeners, worker)
         others = (one for one in self._starts.values() if one is not start)
@@ -719,26 +732,29 @@ class SupervisorDriver(BaseDriver):
             path,
             effect,
             self.receive,
+            generation=generation,
             nproc=nproc,
             has_ready=reports_ready(spec),
-            attempt=self._next_attempt(effect.name, -1) if is_alone else 0,
+            attempt=parts.next_attempt(path) if is_alone else 0,
             beside=any(one.effect.name == effect.name for one in others),
         )
         runtime = parts.make_runtime(parts.with_logs(spec), nproc, log, place, run_id)
         if is_alone:
-            return self._make_driver_alone(runtime, start, log)
+            return self._make_driver_alone(runtime, start, log, path)
         from elastic_aio.agent.multi_node_driver import MultiNodeDriver
 
         return MultiNodeDriver(runtime, log, make_rendezvous=parts.make_rendezvous)
 
-    def _make_driver_alone(self, runtime: LocalRuntime, start: _Start, log: LeafLog) -> Driver:
+    def _make_driver_alone(
+        self, runtime: LocalRuntime, start: _Start, log: LeafLog, path: str
+    ) -> Driver:
         """Return the driver of a leaf whose workers are all on this host."""
         machine = SingleNodeMachine(
             runtime.spec,
             runtime.nproc,
             random,
             attempt=log.first_attempt,
-            next_attempt=partial(self._next_attempt, start.effect.name),
+            next_attempt=partial(self._parts.next_attempt, path),
             restarts=start.effect.restarts,
         )
         machine.is_candidate = log.is_beside
@@ -749,12 +765,6 @@ class SupervisorDriver(BaseDriver):
 
         start.confirm = confirm
         return Driver(runtime, machine, log)
-
-    def _next_attempt(self, name: str, former: int) -> int:
-        """Return the number of the next attempt of a child: they go on over its starts."""
-        number = max(self._attempts.get(name, -1), former) + 1
-        self._attempts[name] = number
-        return number
 
     # --------------------------------------------------------- end of a child
 

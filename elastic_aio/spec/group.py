@@ -193,6 +193,11 @@ class GroupSpec(SpecValue, prefix=""):
         """Return whether the failure of a child fails the group."""
         return name in self.__dict__["_essential"]
 
+    def restarts_itself(self, name: str, child: LaunchSpec) -> bool:
+        """Return whether a program decides about its restarts, and waits for no other child."""
+        is_free = child.nnodes.maximum > 1 or child.restart.decide is not None
+        return self.strategy == "one_for_one" and (is_free or not self.after.get(name))
+
     @property
     def name(self) -> str:
         """A short name of what runs: the names of the children."""
@@ -317,6 +322,13 @@ def scaled_to(spec: AnySpec, number: int) -> AnySpec:
     if replica is None:
         raise SpecError("children", [*spec.children], "must be replicas, to be scaled")
     return spec.replace(children={str(rank): replica for rank in range(number)})
+
+
+def size_of(spec: AnySpec) -> int:
+    """Return the number of workers, or of children; 0 if the host decides."""
+    if isinstance(spec, GroupSpec):
+        return len(spec.children)
+    return spec.nproc_per_node if isinstance(spec.nproc_per_node, int) else 0
 
 
 def is_same_kind(former: AnySpec, spec: AnySpec) -> bool:

@@ -229,6 +229,17 @@ def test_a_restart_waits_for_those_before_it_too() -> None:
     assert play(ChildStarted("a", 1)) == "+b1"
 
 
+def test_a_failure_on_which_a_child_is_restarted_waits_for_those_before_it() -> None:
+    """One without an order restarts itself."""
+    play = started(group({"a": ALWAYS, "b": leaf(3)}, after={"b": ["a"]}))
+    play.end("a", 1)
+    assert play.end("b", 1) == ""
+    assert play.children["b"] == "waiting"
+    assert play(ChildStarted("a", 1)) == "+b1"
+    play = started(group({"a": ALWAYS, "b": leaf(3)}))
+    assert play.end("b", 1) == "-a"  # it had its restarts
+
+
 def test_a_stop_is_in_the_reverse_order() -> None:
     play = started(group("a b c d", after={"b": ["a"], "c": ["b"]}))
     assert play(StopReceived("why")) == "-c, -d"
@@ -848,8 +859,9 @@ def test_the_highest_workers_are_removed() -> None:
     assert play(ScaleReceived("", 1)) == "-1, -2"
     assert [*play.children] == ["0"]
     assert play.end("2", None) == ""
+    assert play.events == ["ChildRemoved: 2 is removed"]
     assert play.end("1", 5) == ""
-    assert not play.events
+    assert play.events == ["ChildRemoved: 1 is removed"]
     assert play.end("0") == "finish succeeded 0"
 
 
@@ -1077,6 +1089,28 @@ def test_a_group_changes_what_differs() -> None:
 def test_all_children_of_a_group_are_reloaded() -> None:
     play = started(group({"a": leaf(), "w": workers(2)}))
     assert play(ReloadReceived("", None)) == "RestartChild a, ReloadChild w"
+
+
+def test_a_reload_of_a_group_is_in_order() -> None:
+    """What is after another child is stopped before it, and waits for its next start."""
+    play = started(group({"a": leaf(ready="notify"), "b": leaf(), "c": leaf()}, after={"b": ["a"]}))
+    play(ChildReady("a", 0))
+    play(ChildStarted("b", 0))
+    assert play(ReloadReceived("", None)) == "RestartChild c, -b"
+    assert play.end("b", None) == "-a"
+    assert play.end("a", None) == "+a1"
+    assert play(ChildStarted("a", 1)) == ""
+    assert play(ChildReady("a", 1)) == "+b1"
+
+
+def test_a_restart_of_a_child_with_an_order_waits_for_those_before_it() -> None:
+    play = started(group("a b", after={"b": ["a"]}))
+    play.stop("a")
+    play.end("a", None)
+    assert play.restart("b") == "-b"
+    assert play.end("b", None) == ""
+    assert play.restart("a") == "+a1"
+    assert play(ChildStarted("a", 1)) == "+b1"
 
 
 # ------------------------------------------------------------------------- properties

@@ -37,6 +37,7 @@ from tests.support.leaks import alive, open_descriptors, own_children
 from tests.support.restarts import AT_ONCE
 
 PLAN = StopPlan.within(5)
+DEADLINE_S = 30.0
 ALWAYS = RestartPolicy(when="always", backoff=None)
 
 
@@ -175,7 +176,7 @@ async def test_a_reload_replaces_one_worker_after_the_other(tmp_path: Path) -> N
 
 
 @pytest.mark.both_loops
-async def test_the_group_of_the_issue(tmp_path: Path) -> None:
+async def test_a_server_a_trainer_and_a_sidecar(tmp_path: Path) -> None:
     """A server that restarts alone, a trainer that ends the job, a sidecar that is reported."""
     started = tmp_path / "started"
     server = leaf(shell(f"echo $TORCHELASTIC_RESTART_COUNT >> {started}; exec sleep 99"))
@@ -287,6 +288,97 @@ async def test_a_child_that_restarts_is_not_ready_until_it_runs_again() -> None:
         assert agent.children()["b"].ready_since is not None
         await until(lambda: agent.children()["a"].ready_since is not None)
         assert agent.children()["a"].generation == 1
+
+
+@pytest.mark.parametrize("strategy", ["one_for_one", "one_for_all", "rest_for_one"])
+async def test_a_group_of_groups_is_restarted_by_request(strategy: Any, tmp_path: Path) -> None:
+    """Starts and attempts go on, and each attempt has a directory of its own."""
+    below = GroupSpec({"a": leaf(), "deep": GroupSpec({"x": leaf()})}, strategy=strategy)
+    logs = LogSpec(log_dir=tmp_path, redirects="3")
+    async with Agent(GroupSpec({"inner": below, "other": leaf()}, logs=logs)) as agent:
+        await until_all_run(agent)
+        for number in (1, 2):
+            before = agent.pids("inner/deep")
+            async with asyncio.timeout(DEADLINE_S):
+                assert await agent.restart(child="inner")
+            assert agent.pids("inner/deep").keys() == before.keys()
+            assert agent.pids("inner/deep") != before
+            assert agent.children()["inner/deep/x"].attempt == number
+    found = sorted(path.name for path in next(tmp_path.glob("*/inner/deep/x")).iterdir())
+    assert found == ["attempt_0", "attempt_1", "attempt_2"]
+
+
+async def test_a_gang_is_scaled_by_a_restart() -> None:
+    """The same number changes nothing; a child that does not run has the number at its start."""
+    spec = GroupSpec({"a": leaf(nproc_per_node=2), "b": GroupSpec.replicas(leaf(), 2)})
+    async with Agent(spec) as agent, asyncio.timeout(DEADLINE_S):
+        await until_all_run(agent)
+        before = agent.pids("a")
+        await agent.scale("a", 2)
+        assert agent.pids("a") == before
+        await agent.scale("a", 3)
+        await until(lambda: len(agent.pids("a")) == 3)
+        await agent.scale("b", 2)
+        await agent.stop(child="b")
+        await agent.scale("b", 3)
+        assert await agent.restart(child="b")
+        assert {"b/0", "b/1", "b/2"} <= agent.children().keys()
+
+
+async def test_a_child_that_a_reload_removes_is_not_in_the_status() -> None:
+    async with Agent(GroupSpec({"a": leaf(), "b": leaf()})) as agent:
+        await until_all_run(agent)
+        former = agent.pids("b")[0]
+        assert await agent.reload(spec=GroupSpec({"a": leaf()}))
+        await until(lambda: "b" not in agent.children())
+        assert not alive(former)
+        assert agent.status().is_ready
+
+
+async def test_a_reload_by_a_program_that_does_not_exist_fails() -> None:
+    spec = GroupSpec({"a": leaf(), "b": leaf()}, essential=["a"])
+    async with Agent(spec) as agent, asyncio.timeout(DEADLINE_S):
+        await until_all_run(agent)
+        assert not await agent.reload("b", leaf(["/no/such/program"]))
+
+
+async def test_two_reloads_at_once() -> None:
+    """The second ends the first."""
+    async with Agent(workers(2)) as agent, asyncio.timeout(DEADLINE_S):
+        await until_all_run(agent)
+        first, second = await asyncio.gather(agent.reload(), agent.reload())
+        assert (first, second) == (False, True)
+
+
+async def test_a_tree_is_ready_while_its_essential_children_are() -> None:
+    async with Agent(GroupSpec({"a": leaf(), "b": leaf()})) as agent:
+        assert not agent.status().is_ready
+        await until_all_run(agent)
+        assert agent.status().is_ready
+        await agent.stop(child="b")
+        assert not agent.status().is_ready
+        await agent.restart(child="b")
+        await until(lambda: agent.status().is_ready)
+    assert not agent.status().is_ready
+
+
+async def test_a_child_that_fails_waits_for_what_it_is_after(tmp_path: Path) -> None:
+    """It costs one of its restarts, whatever the time that the other one takes."""
+    up = tmp_path / "up"
+    server = leaf(
+        shell(f"touch {up}; trap 'rm {up}; exit' TERM; while :; do sleep 0.01; done"),
+        ready={"exec": f"test -e {up}", "period": 0.05},
+    )
+    trainer = leaf(shell("while test -e $UP; do sleep 0.01; done; exit 3"), env={"UP": str(up)},
+                   max_restarts=1, restart=RestartPolicy(backoff=None))  # fmt: skip
+    spec = GroupSpec({"server": server, "trainer": trainer}, after={"trainer": ["server"]})
+    async with Agent(spec) as agent, asyncio.timeout(DEADLINE_S):
+        await until_all_run(agent)
+        await agent.stop(child="server")
+        await until(lambda: agent.children()["trainer"].phase == "restarting")
+        assert await agent.restart(child="server")
+        await until(lambda: agent.children()["trainer"].phase == "running")
+        assert agent.children()["trainer"].restarts == 1
 
 
 async def test_a_group_that_fails_is_started_anew_by_its_parent(tmp_path: Path) -> None:
