@@ -41,13 +41,15 @@ EACH_OTHERS_MAX = 36
 _OF_LOOKS = {"openat", "read", "close", "getsid", "getpid", "epoll_wait", "waitid"}
 """Turns of the loop, and looks at adopted children."""
 
-START_MAX = 320
-"""Calls of a start and an end with two workers, but for those of imports and of scans of /proc."""
+START_MAX = 255
+"""Calls of a start and an end with two workers, but for those of imports and of scans of /proc, and
+those that depend on the time at which a thread or a process is scheduled."""
 
 _OF_IMPORTS_AND_SCANS = {
     "openat", "newfstatat", "fstat", "read", "lseek", "close", "ioctl", "getdents64", "readlink",
     "brk", "mmap", "munmap", "mprotect", "mremap", "madvise", "rt_sigaction", "getpid",
 }  # fmt: skip
+_OF_SCHEDULING = {"epoll_wait", "futex"}
 
 
 def calls_of(workers: int, trace: Path) -> Counter[str]:
@@ -74,6 +76,7 @@ def test_a_worker_costs_few_system_calls(tmp_path: Path) -> None:
 
 def test_a_start_costs_few_system_calls(tmp_path: Path) -> None:
     calls = calls_of(2, tmp_path / "trace")
-    others = {name: count for name, count in calls.items() if name not in _OF_IMPORTS_AND_SCANS}
+    left_out = _OF_IMPORTS_AND_SCANS | _OF_SCHEDULING
+    others = {name: count for name, count in calls.items() if name not in left_out}
     total = sum(others.values())
     assert total <= START_MAX, others
