@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from subprocess import DEVNULL, PIPE, STDOUT
 from types import TracebackType
-from typing import IO, Any, Self, TypeAlias
+from typing import IO, Any, Self
 
 from anyio import BrokenResourceError, BusyResourceError, ClosedResourceError, EndOfStream
 from anyio.abc import ByteReceiveStream, ByteSendStream
@@ -50,8 +50,6 @@ from elastic_aio.spec.checks import (
 from elastic_aio.spec.stop import StopPlan
 from elastic_aio.text import error_reason
 from elastic_aio.worker.context import NOTIFY_FD
-
-_Stream: TypeAlias = int | IO[Any] | None
 
 _DEFAULT_STOP = StopPlan.within(5)
 # Reads of a pipe that is drained, before other tasks run: a megabyte.
@@ -121,7 +119,7 @@ def _check_stream(name: str, value: object) -> None:
     raise SpecError(name, value, f"must be a descriptor, a file, {known} or None")
 
 
-def _descriptor_of(value: _Stream) -> int | None:
+def _descriptor_of(value: int | IO[Any] | None) -> int | None:
     return value if value is None or isinstance(value, int) else value.fileno()
 
 
@@ -132,7 +130,7 @@ class Process:
         self,
         argv: tuple[str, ...],
         *,
-        streams: tuple[_Stream, _Stream, _Stream],
+        streams: tuple[int | IO[Any] | None, int | IO[Any] | None, int | IO[Any] | None],
         plan: StopPlan,
         env: Mapping[str, str] | None,
         cwd: str | None,
