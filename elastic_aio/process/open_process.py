@@ -130,7 +130,7 @@ class Process:
         self,
         argv: tuple[str, ...],
         *,
-        streams: tuple[int | IO[Any] | None, int | IO[Any] | None, int | IO[Any] | None],
+        streams: Sequence[int | IO[Any] | None],
         plan: StopPlan,
         env: Mapping[str, str] | None,
         cwd: str | None,
@@ -264,7 +264,7 @@ class Process:
             with self._tree.starting():
                 self._child = await spawn_with_popen(self._child_spec(job, ends))
             self._tree.add(self._child)
-        self._streams = None, None, None
+        self._streams = ()
         self._keep_pipes()
 
     def _child_spec(self, job: GuardedJob, ends: tuple[int, int, int]) -> ChildSpec:
