@@ -500,7 +500,8 @@ class SupervisorMachine:
         """Take the children, the order and the limits of a spec; the present children stay."""
         self.spec = spec
         self._group = group = group_of(spec)
-        limit = group.window.count if group.window else 0
+        self._window = group.restart_window
+        limit = self._window.count if self._window else 0
         self._restarts_at = deque(self._restarts_at, maxlen=limit)
         present, self._children = self._children, {}
         for name, child in group.children.items():
@@ -788,7 +789,7 @@ class SupervisorMachine:
 
     def _count_restart(self, child: _Child) -> str:
         """Count a restart of a child; return why the group has failed if it is one too many."""
-        window = self._group.window
+        window = self._window
         if window is not None and window.is_exhausted(self._restarts_at, self._now):
             last, number = self._label(child) or "it", counted(window.count, "restart")
             return f"{last} has ended after {number} within {window.seconds:g} s (restart window)"

@@ -32,7 +32,8 @@ from elastic_aio.text import did_you_mean
 
 Strategy = Literal["one_for_one", "rest_for_one", "one_for_all"]
 
-DEFAULT_WINDOW: Final = RestartWindow(5, 10.0)
+_FURTHER_RESTARTS: Final = 5  # in the window of a group, beside one of each child
+_WINDOW_S: Final = 10.0
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
 # The directory of a run has these, and a directory for each child.
@@ -55,6 +56,10 @@ def _children(name: str, value: object) -> Mapping[str, AnySpec]:
         if not isinstance(spec, (LaunchSpec, GroupSpec)):
             raise SpecError(f"{name}[{child!r}]", spec, "must be a LaunchSpec or a GroupSpec")
     return MappingProxyType(dict(value))
+
+
+def _window(name: str, value: object) -> RestartWindow | Literal["auto"]:
+    return "auto" if value == "auto" else checked_window(name, value)
 
 
 def _names(name: str, value: object) -> tuple[str, ...]:
@@ -100,11 +105,12 @@ class GroupSpec(SpecValue, prefix=""):
     ends_with: Converted[tuple[str, ...], str | Iterable[str]] = field(default=(), check=_ends_with)
     """The child that ends the group by its end, with its outcome; of several, the first to end.
     They are essential."""
-    window: Converted[RestartWindow | None, RestartWindow | tuple[int, float] | None] = field(
-        default=DEFAULT_WINDOW, check=optional(checked_window)
-    )
-    """At most `count` restarts of children in `seconds`; a further one fails the group.  None for
-    no limit."""
+    window: Converted[
+        RestartWindow | Literal["auto"] | None,
+        RestartWindow | tuple[int, float] | Literal["auto"] | None,
+    ] = field(default="auto", check=optional(_window))
+    """At most `count` restarts of children in `seconds`; a further one fails the group.  "auto":
+    one of each child, and five more, in 10 s; None for no limit."""
     restart: RestartWhen = field(default="on-failure", check=OneOf(RESTART_WHEN))
     """After which ends the group as a whole is started again, up to `max_restarts` times."""
     max_restarts: Converted[int, int | Literal["unlimited"]] = field(
@@ -165,7 +171,7 @@ class GroupSpec(SpecValue, prefix=""):
         number: int,
         *,
         essential: bool = True,
-        window: RestartWindow | tuple[int, float] | None = DEFAULT_WINDOW,
+        window: RestartWindow | tuple[int, float] | Literal["auto"] | None = "auto",
     ) -> GroupSpec:
         """Return a group of so many equal children "0", "1", ..., each with a store of its own.
 
@@ -174,6 +180,13 @@ class GroupSpec(SpecValue, prefix=""):
         checked_integer("replicas", number, at_least=1)
         children = {str(rank): spec for rank in range(number)}
         return cls(children, essential=None if essential else (), window=window)
+
+    @property
+    def restart_window(self) -> RestartWindow | None:
+        """The `window` that applies to so many children: what they share may fail each of them."""
+        if self.window == "auto":
+            return RestartWindow(_FURTHER_RESTARTS + len(self.children), _WINDOW_S)
+        return self.window
 
     @property
     def replica(self) -> AnySpec | None:

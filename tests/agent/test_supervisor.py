@@ -511,6 +511,20 @@ def test_the_window_counts_the_restarts_of_leaves() -> None:
     assert play.end("b", None) == "finish failed 6"
 
 
+def test_by_default_each_child_may_fail_once_and_five_more() -> None:
+    """What they share has failed: of 64 children, and of the two that a scale has left."""
+    play = started(GroupSpec.replicas(ALWAYS, 64))
+    for number in range(64):
+        assert play.end(f"{number}", 1) == f"+{number}1"
+    for number in range(5):
+        assert play.end("0", 1).startswith("+0"), number
+    assert play.end("0", 7).startswith("-11, -21")
+    play = started(GroupSpec.replicas(ALWAYS, 3))
+    play(ScaleReceived("", 2))
+    play.end("2", None)
+    assert [play.end("0", 1)[:2] for _ in range(8)] == ["+0"] * 7 + ["-1"]
+
+
 def test_restarts_with_another_child_count_once() -> None:
     play = started(group({"a": leaf(9), "b": leaf(9)}, strategy="one_for_all", window=(1, 10)))
     play.end("a", 1)

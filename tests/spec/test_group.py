@@ -129,6 +129,15 @@ def test_what_a_job_refuses(fields: dict[str, Any], message: str) -> None:
     assert str(raised.value).startswith(message)
 
 
+def test_a_window_is_exact_unless_it_is_automatic() -> None:
+    group = GroupSpec.replicas(LaunchSpec("x"), 3)
+    assert (group.window, group.restart_window) == ("auto", RestartWindow(8, 10))
+    scaled = [scaled_to(one, 64) for one in (group, group.replace(window=(5, 10)))]
+    windows = [one.restart_window for one in scaled if isinstance(one, GroupSpec)]
+    assert windows == [RestartWindow(69, 10), RestartWindow(5, 10)]
+    assert GroupSpec.replicas(LaunchSpec("x"), 3, window=None).restart_window is None
+
+
 def test_a_window_of_independent_workers_is_that_of_all() -> None:
     """So it may allow more than `max_restarts`, which is of each."""
     LaunchSpec("x", max_restarts=1, restart=RestartPolicy(scope="worker", window=(9, 60)))

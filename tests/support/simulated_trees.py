@@ -566,7 +566,7 @@ class TreeRules:
 
     @property
     def _has_no_restart(self) -> bool:
-        window = self._group.window
+        window = self._group.restart_window
         if window is None:
             return False
         recent = [time for time in self._counted if self._now - time < window.seconds]
@@ -787,7 +787,7 @@ def random_spec(random: Random, depth: int = 0) -> AnySpec:
         after=after,
         essential=random.choice([None, essential]),
         ends_with=random.choice([(), (), essential[:1]]),
-        window=random.choice([None, (1, 5.0), (3, 20.0), (5, 10.0)]),
+        window=random.choice([None, (1, 5.0), (3, 20.0), (5, 10.0), "auto"]),
         restart=restart,
         max_restarts=random.randint(0, 2) if restart == "on-failure" else 0,
     )
