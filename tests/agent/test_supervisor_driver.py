@@ -33,7 +33,7 @@ from elastic_aio.events import Event, JobFinished, JobStarted, StopRequested, Wo
 from elastic_aio.outcome import JobState
 from elastic_aio.spec.restart import Backoff, RestartPolicy
 from tests.support.children import POLITE, SLEEPER, shell, until
-from tests.support.leaks import alive, open_descriptors, own_children
+from tests.support.leaks import alive, marked_processes, open_descriptors, own_children
 from tests.support.restarts import AT_ONCE
 
 PLAN = StopPlan.within(5)
@@ -427,9 +427,11 @@ async def test_a_second_signal_kills_all_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("turns", [0, 1, 3, 10, 40])
 async def test_a_cancelled_launch_leaves_nothing(turns: int) -> None:
     """Cancelled twice, at any moment of the start."""
-    before = own_children()
-    tree = GroupSpec({"x": workers(3), "y": leaf(), "z": GroupSpec({"w": leaf(POLITE)})})
-    task = asyncio.create_task(launch(tree))
+    mark = "OF_THIS_TEST", os.urandom(8).hex()
+    x, y, w = (one.replace(env=dict([mark])) for one in (workers(3), leaf(), leaf(POLITE)))
+    tree = GroupSpec({"x": x, "y": y, "z": GroupSpec({"w": w})})
+    events: list[Event] = []
+    task = asyncio.create_task(launch(tree, listeners=[events.append]))
     for _ in range(turns):
         await asyncio.sleep(0)
     task.cancel()
@@ -437,7 +439,9 @@ async def test_a_cancelled_launch_leaves_nothing(turns: int) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert own_children() == before
+    assert not marked_processes(*mark)
+    started = {event.pid for event in events if isinstance(event, WorkerStarted)}
+    assert not started & own_children(), "zombies"
 
 
 async def test_an_error_of_a_callback_is_raised() -> None:
