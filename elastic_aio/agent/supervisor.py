@@ -33,7 +33,7 @@ A child
                                                    or WAITING   others, as the strategy says
     LIVE         ChildEnded, none follows          an end       ChildFinished
     LIVE         ChildStopReceived                 STOPPING     StopChild
-    LIVE         ChildRestartReceived, alone       the same     RestartChild
+    LIVE         ChildRestartReceived, alone       the same     AskChild
     LIVE         ..., with others                  STOPPING     StopChild of all
     LIVE         (its turn to be stopped)          STOPPING     StopChild
     STOPPING     ChildEnded, stopped by request    STOPPED      ChildFinished
@@ -264,28 +264,13 @@ class StopChild(ChildEffect, frozen=True):
     plan: StopPlan | None = None
 
 
-class RestartChild(ChildEffect, frozen=True):
-    """Have a live child start again by itself, which costs it no restart."""
-
-    reason: str
+Asked = RestartReceived | PreemptionReceived | ReloadReceived | ScaleReceived
 
 
-class PreemptChild(ChildEffect, frozen=True):
-    """Give a live child the notice of a preemption; then `ChildEnded`."""
+class AskChild(ChildEffect, frozen=True):
+    """Hand a request in at a live child, as a user does; a notice has one `ChildEnded`."""
 
-    notice: PreemptionReceived
-
-
-class ReloadChild(ChildEffect, frozen=True):
-    """Hand a `ReloadReceived` with an empty name to the supervisor that a child is."""
-
-    spec: AnySpec | None
-
-
-class ScaleChild(ChildEffect, frozen=True):
-    """Hand a `ScaleReceived` with an empty name to the supervisor that a child is."""
-
-    number: int
+    request: Asked
 
 
 class PublishOf(Effect, frozen=True):
@@ -996,7 +981,7 @@ class SupervisorMachine:
             if child.is_due:
                 child.phase = ChildPhase.STOPPED
             elif child.is_up and not self._is_to_end(child):
-                self._emit(PreemptChild(child.name, child.generation, notice))
+                self._ask(child, notice)
             child.fate = _Fate.END if child.is_live else None
         self._waiting.clear()
 
@@ -1045,14 +1030,14 @@ class SupervisorMachine:
         elif isinstance(request, ReloadReceived):
             self._reload_child(child, request.spec)
         elif isinstance(request, ScaleReceived):
-            self._scale_child(child, request.number)
+            self._scale_child(child, request)
 
-    def _scale_child(self, child: _Child, number: int) -> None:
-        spec, has_own = scaled_to(child.spec, number), _has_supervisor(child.spec)
+    def _scale_child(self, child: _Child, request: ScaleReceived) -> None:
+        spec, has_own = scaled_to(child.spec, request.number), _has_supervisor(child.spec)
         if has_own and child.is_up and child.fate is None:
-            self._emit(ScaleChild(child.name, child.generation, number))
+            self._ask(child, ScaleReceived("", request.number))
             return
-        scaled = Scaled(former=size_of(child.spec), number=number)
+        scaled = Scaled(former=size_of(child.spec), number=request.number)
         if has_own:
             child.take(spec)
         elif spec != child.spec:
@@ -1079,7 +1064,7 @@ class SupervisorMachine:
             self._announce(child, reason)
             self._schedule(child)
         elif self._is_alone(child):
-            self._emit(RestartChild(child.name, child.generation, reason))
+            self._ask(child, RestartReceived(reason))
         else:
             self._announce(child, reason)
             self._stop_and_start(child, reason)
@@ -1096,21 +1081,18 @@ class SupervisorMachine:
             elif is_in_order:
                 self._sweep(child, reason)
             elif child.is_up and child.fate is None:
-                self._emit(RestartChild(child.name, child.generation, reason))
+                self._ask(child, RestartReceived(reason))
 
     # ------------------------------------------------------- reloads and scale
 
     def _reload_child(self, child: _Child, spec: AnySpec | None) -> None:
         """Have a child run another spec, or start again by its own."""
         is_live = child.is_up and child.fate is None
-        if (
-            is_live
-            and _has_supervisor(child.spec)
-            and (spec is None or is_same_kind(child.spec, spec))
-        ):
-            self._emit(ReloadChild(child.name, child.generation, spec))
+        is_own = _has_supervisor(child.spec) and (spec is None or is_same_kind(child.spec, spec))
+        if is_live and is_own:
+            self._ask(child, ReloadReceived("", spec))
         elif is_live and spec is None and self._is_alone(child):
-            self._emit(RestartChild(child.name, child.generation, RELOADED))
+            self._ask(child, RestartReceived(RELOADED))
         else:
             if spec is not None:
                 child.adopt(spec, self._budget_of(child.name, spec))
@@ -1282,6 +1264,9 @@ class SupervisorMachine:
 
     def _emit(self, effect: Effect) -> None:
         self._effects.append(effect)
+
+    def _ask(self, child: _Child, request: Asked) -> None:
+        self._emit(AskChild(child.name, child.generation, request))
 
     def _label(self, child: _Child) -> str:
         return f"rank {child.name}" if isinstance(self.spec, LaunchSpec) else child.name

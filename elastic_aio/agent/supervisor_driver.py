@@ -36,6 +36,7 @@ from elastic_aio.agent.preflight import check_file_size, resolve_nproc
 from elastic_aio.agent.runtime import LocalRuntime, remove_old_runs
 from elastic_aio.agent.supervisor import (
     Arm,
+    AskChild,
     ChildEffect,
     ChildEnded,
     ChildReady,
@@ -43,14 +44,8 @@ from elastic_aio.agent.supervisor import (
     ChildStarted,
     Disarm,
     LeafRestarted,
-    PreemptChild,
     PublishOf,
-    ReloadChild,
-    ReloadReceived,
     ReportReady,
-    RestartChild,
-    ScaleChild,
-    ScaleReceived,
     StartChild,
     StopChild,
     SupervisorMachine,
@@ -879,15 +874,12 @@ def _change(effect: ChildEffect, driver: BaseDriver) -> None:
     match effect:
         case StopChild():
             driver.request_stop(effect.reason, effect.signal, effect.plan)
-        case RestartChild():
-            driver.request_restart(effect.reason)
-        case PreemptChild():
-            notice = effect.notice  # the clock of a child is another one
+        case AskChild(request=RestartReceived(reason)):
+            driver.request_restart(reason)
+        case AskChild(request=PreemptionReceived() as notice):  # by the clock of the child
             driver.request_preemption(notice.reason, max(0.0, notice.until - wall_clock()))
-        case ReloadChild():
-            driver.receive(ReloadReceived("", effect.spec))
-        case ScaleChild():
-            driver.receive(ScaleReceived("", effect.number))
+        case AskChild():
+            driver.receive(effect.request)
 
 
 def _ranks_of(role: str, rank: int, number: int) -> WorkerRanks:

@@ -19,6 +19,7 @@ from elastic_aio.agent.machine import (
 from elastic_aio.agent.supervisor import (
     SETTLED_AFTER_S,
     Arm,
+    AskChild,
     ChildEnded,
     ChildPhase,
     ChildReady,
@@ -28,13 +29,9 @@ from elastic_aio.agent.supervisor import (
     ChildStopReceived,
     Disarm,
     LeafRestarted,
-    PreemptChild,
     PublishOf,
-    ReloadChild,
     ReloadReceived,
     ReportReady,
-    RestartChild,
-    ScaleChild,
     ScaleReceived,
     StartChild,
     StopChild,
@@ -104,8 +101,9 @@ class Play:
                     texts.append(f"+{name}{generation or ''}")
                 case StopChild(name, generation):
                     texts.append(f"-{name}{generation or ''}")
-                case RestartChild() | PreemptChild() | ReloadChild() | ScaleChild():
-                    texts.append(f"{type(effect).__name__} {effect.name}")
+                case AskChild():
+                    what = type(effect.request).__name__.removesuffix("Received").lower()
+                    texts.append(f"{what} {effect.name}")
         return ", ".join(texts)
 
     @property
@@ -652,10 +650,10 @@ def test_a_notice_reaches_all_children() -> None:
     play = started(group("a b c", after={"b": ["a"]}))
     play.stop("c")
     notice = PreemptionReceived("why", 9.0, 9.0, 9.0)
-    assert play(notice) == "PreemptChild a, PreemptChild b"
+    assert play(notice) == "preemption a, preemption b"
     assert play.machine.notice is notice
     assert play(PreemptionReceived("another", 9.0, 9.0, 9.0)) == ""
-    assert play(PreemptionReceived("earlier", 4.0, 4.0, 4.0)) == "PreemptChild a, PreemptChild b"
+    assert play(PreemptionReceived("earlier", 4.0, 4.0, 4.0)) == "preemption a, preemption b"
     assert play(PreemptionReceived("later", 6.0, 6.0, 6.0)) == ""
     assert play.end("a", 1) == ""
     assert play.end("c", None) == ""
@@ -676,7 +674,7 @@ def test_no_child_is_started_after_a_notice() -> None:
     slow = leaf(when="always", backoff=Backoff(initial=4))
     play = started(group({"a": slow, "b": leaf(ready="notify"), "c": leaf()}, after={"c": ["b"]}))
     play.end("a", 1)
-    assert play(PreemptionReceived("why", 9.0, 9.0, 9.0)) == "disarm a, PreemptChild b"
+    assert play(PreemptionReceived("why", 9.0, 9.0, 9.0)) == "disarm a, preemption b"
     assert play(ChildReady("b", 0)) == ""
     assert play.end("b", None) == "finish preempted 85"
 
@@ -710,7 +708,7 @@ def test_a_stop_of_a_child_that_waits() -> None:
 
 def test_a_restart_by_request_is_that_of_the_child_itself() -> None:
     play = started(group("a b"))
-    assert play.restart("a") == "RestartChild a"
+    assert play.restart("a") == "restart a"
     assert play(LeafRestarted("a", 0, 0)) == ""
     assert play.children["a"] == "starting"
     assert play.restart("none") == ""
@@ -752,7 +750,7 @@ def test_a_restart_of_a_child_that_is_being_stopped() -> None:
 
 
 def test_a_restart_of_the_whole_group() -> None:
-    assert started(group("a b"))(RestartReceived("why")) == "RestartChild a, RestartChild b"
+    assert started(group("a b"))(RestartReceived("why")) == "restart a, restart b"
     play = started(group("a b", after={"b": ["a"]}))
     assert play(RestartReceived("why")) == "-b"
     assert play.end("b", None) == "-a"
@@ -899,8 +897,8 @@ def test_a_child_is_scaled_by_its_kind() -> None:
     """A gang restarts; workers, and replicas, are scaled by their own supervisor."""
     children = {"gang": leaf(), "workers": workers(2), "replicas": GroupSpec.replicas(leaf(), 2)}
     play = started(group(children))
-    assert play(ScaleReceived("workers", 3)) == "ScaleChild workers"
-    assert play(ScaleReceived("replicas", 3)) == "ScaleChild replicas"
+    assert play(ScaleReceived("workers", 3)) == "scale workers"
+    assert play(ScaleReceived("replicas", 3)) == "scale replicas"
     assert play(ScaleReceived("gang", 3)) == "-gang"
     assert play.end("gang", None) == "+gang1"
     assert play.effects[-2 if len(play.effects) > 1 else 0].spec.nproc_per_node == 3
@@ -1072,13 +1070,13 @@ def test_a_gang_is_stopped_and_started_by_its_new_spec() -> None:
     assert play(ReloadReceived("a", new)) == "-a"
     assert play.end("a", None) == "+a1"
     assert next(one for one in play.effects if isinstance(one, StartChild)).spec == new
-    assert play(ReloadReceived("a", None)) == "RestartChild a"
+    assert play(ReloadReceived("a", None)) == "restart a"
 
 
 def test_workers_and_groups_are_reloaded_by_their_supervisor() -> None:
     play = started(group({"w": workers(2), "g": group("x")}))
-    assert play(ReloadReceived("w", workers(3))) == "ReloadChild w"
-    assert play(ReloadReceived("g", None)) == "ReloadChild g"
+    assert play(ReloadReceived("w", workers(3))) == "reload w"
+    assert play(ReloadReceived("g", None)) == "reload g"
     assert play(ReloadReceived("w", leaf())) == "-w", "it is another kind"
 
 
@@ -1102,7 +1100,7 @@ def test_a_group_changes_what_differs() -> None:
 
 def test_all_children_of_a_group_are_reloaded() -> None:
     play = started(group({"a": leaf(), "w": workers(2)}))
-    assert play(ReloadReceived("", None)) == "RestartChild a, ReloadChild w"
+    assert play(ReloadReceived("", None)) == "restart a, reload w"
 
 
 def test_a_reload_of_a_group_is_in_order() -> None:
@@ -1186,6 +1184,6 @@ def test_no_order_of_inputs_is_impossible(spec: AnySpec, inputs: list[Any]) -> N
             if isinstance(effect, StartChild):
                 assert (effect.name, effect.generation) not in live
                 live.add((effect.name, effect.generation))
-            elif isinstance(effect, StopChild | RestartChild | PreemptChild):
+            elif isinstance(effect, StopChild | AskChild):
                 assert (effect.name, effect.generation) in live
         assert not (play.outcome and live), "over, and a child runs"

@@ -1569,10 +1569,8 @@ MUTATIONS: Final = (
     Mutation(
         "notice-to-one",
         "agent/supervisor.py",
-        "            elif child.is_up and child.fate is None:\n"
-        "                self._emit(PreemptChild",
-        "            elif child.is_up and child.fate is None and not self._effects:\n"
-        "                self._emit(PreemptChild",
+        "            elif child.is_up and not self._is_to_end(child):\n",
+        "            elif child.is_up and not self._effects:\n",
         "a notice reaches all children",
         _SUPERVISOR + "test_a_notice_reaches_all_children",
     ),

@@ -35,6 +35,7 @@ from elastic_aio.agent.machine import (
 from elastic_aio.agent.supervisor import (
     SETTLED_AFTER_S,
     Arm,
+    AskChild,
     ChildEnded,
     ChildPhase,
     ChildReady,
@@ -46,13 +47,9 @@ from elastic_aio.agent.supervisor import (
     ChildStopReceived,
     Disarm,
     LeafRestarted,
-    PreemptChild,
     PublishOf,
-    ReloadChild,
     ReloadReceived,
     ReportReady,
-    RestartChild,
-    ScaleChild,
     ScaleReceived,
     StartChild,
     StopChild,
@@ -194,11 +191,8 @@ class SimSupervisor:
             child.kill(stop)
         self.receive(stop)
 
-    def restart(self, reason: str) -> None:
-        self.receive(RestartReceived(reason))
-
-    def preempt(self, notice: PreemptionReceived) -> None:
-        self.receive(notice)
+    def ask(self, request: Any) -> None:
+        self.request(request) if isinstance(request, ChildRequest) else self.receive(request)
 
     def _perform(self, effect: Any) -> None:
         match effect:
@@ -219,14 +213,8 @@ class SimSupervisor:
         match effect:
             case StopChild(_, _, reason, signal, plan) if child is not None:
                 child.stop(StopReceived(reason, signal, plan))
-            case RestartChild(_, _, reason) if child is not None:
-                child.restart(reason)
-            case PreemptChild(_, _, notice) if child is not None:
-                child.preempt(notice)
-            case ReloadChild(_, _, spec) if isinstance(child, SimSupervisor):
-                child.request(ReloadReceived("", spec))
-            case ScaleChild(_, _, number) if isinstance(child, SimSupervisor):
-                child.request(ScaleReceived("", number))
+            case AskChild(_, _, request) if child is not None:
+                child.ask(request)
 
     def _start(self, effect: StartChild) -> None:
         name, generation, spec = effect.name, effect.generation, effect.spec
@@ -332,11 +320,8 @@ class SimLeaf:
             self._tree.after(0.01, self._end, self._machine.attempt, self._stops)
         self.receive(stop)
 
-    def restart(self, reason: str) -> None:
-        self.receive(RestartReceived(reason))
-
-    def preempt(self, notice: PreemptionReceived) -> None:
-        self.receive(notice)
+    def ask(self, request: Any) -> None:
+        self.receive(request)
 
     def _perform(self, effect: Any) -> None:
         attempt = self._machine.attempt
@@ -502,7 +487,7 @@ class TreeRules:
         self._held &= self._group.children.keys()  # others were removed
         live = {(name, one) for name, found in self._live.items() for one in found}
         if received is self._notice:
-            found = {(one.name, one.generation) for one in effects if isinstance(one, PreemptChild)}
+            found = {(one.name, one.generation) for one in effects if isinstance(one, AskChild)}
             if live - self._stopping - found - swept - self._requested:
                 self._fail(f"{live - self._stopping - found} have no notice")
         if isinstance(received, StopReceived) and self._is_killed and live - self._stopping:
