@@ -238,7 +238,12 @@ class BaseDriver(ABC):
 
     @abstractmethod
     def request_restart(self, reason: str) -> None:
-        """Replace the present attempt."""
+        """Replace the present attempt, or raise as `check_restart` does."""
+
+    def check_restart(self) -> None:
+        """Raise HostError if no further attempt can have the arguments of a function."""
+        for leaf in self.leaves:
+            leaf.check_restart()
 
     @abstractmethod
     def request_preemption(self, reason: str, seconds: float | None = None) -> bool:
@@ -509,8 +514,11 @@ class Driver(BaseDriver):
         self.receive(StopReceived(reason, signal, plan))
 
     def request_restart(self, reason: str) -> None:
-        self._runtime.entrypoint.check_further()
+        self.check_restart()
         self.receive(RestartReceived(reason))
+
+    def check_restart(self) -> None:
+        self._runtime.entrypoint.check_further()
 
     def request_preemption(self, reason: str, seconds: float | None = None) -> bool:
         """Give notice of a preemption in so many seconds, by default the spec's.

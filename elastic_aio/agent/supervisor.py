@@ -116,9 +116,11 @@ from elastic_aio.spec.group import (
     is_same_kind,
     ready_timeout,
     reports_ready,
+    restart_ends_run,
     restarted_by_supervisor,
     scaled_to,
     size_of,
+    spans_nodes,
     template_of,
 )
 from elastic_aio.spec.job import LaunchSpec
@@ -566,6 +568,20 @@ class SupervisorMachine:
                 scaled_to(self._reload.spec, request.number)
         elif isinstance(request, ReloadReceived) and request.spec is not None:
             check_reload(spec, request.spec, is_whole=is_own)
+        elif self._ends_run(None if is_own else self._children[request.name], request):
+            problem = "cannot be started again: its run of several nodes ends for all of them"
+            raise SpecError("child", request.name, problem)
+
+    def _ends_run(self, child: _Child | None, request: ChildRequest) -> bool:
+        """Whether a request starts leaves of several nodes again, whose run is over then."""
+        spec = self.spec if child is None else child.spec
+        if isinstance(request, ReloadReceived):  # replicas are replaced
+            return spans_nodes(spec) and template_of(spec) is not None
+        if not isinstance(request, ChildRestartReceived):
+            return False
+        if child is None or (child.is_up and child.fate is None):
+            return restart_ends_run(spec)
+        return child.generation >= 0 and spans_nodes(spec)
 
     @property
     def _members(self) -> list[_Child]:

@@ -27,7 +27,6 @@ from elastic_aio.agent.machine import (
     Finish,
     PreemptionReceived,
     Publish,
-    RestartReceived,
     SingleNodeMachine,
     Start,
     StopReceived,
@@ -41,10 +40,12 @@ from elastic_aio.agent.supervisor import (
     ChildEnded,
     ChildReady,
     ChildRequest,
+    ChildRestartReceived,
     ChildStarted,
     Disarm,
     LeafRestarted,
     PublishOf,
+    ReloadReceived,
     ReportReady,
     StartChild,
     StopChild,
@@ -76,7 +77,7 @@ from elastic_aio.outcome import (
 )
 from elastic_aio.process.children import Spawner
 from elastic_aio.ranks import NodeSize, WorkerRanks, assign_node_ranks
-from elastic_aio.spec.group import AnySpec, GroupSpec, outermost_group, reports_ready
+from elastic_aio.spec.group import AnySpec, GroupSpec, leaves_of, outermost_group, reports_ready
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.spec.stop import StopPlan
@@ -127,6 +128,7 @@ class TreeParts:
         self._console = console
         self._adopts_orphans = adopt_orphans
         self._directories: dict[str | None, RunDirectory] = {}
+        self._runs: set[str] = set()
         self._starts: Counter[str] = Counter()  # by path
         self._attempts: dict[str, int] = {}  # the latest numbers, by path
 
@@ -165,6 +167,14 @@ class TreeParts:
             raise HostError(
                 f"cannot create the directory of {path or 'the job'}: {error}"
             ) from error
+
+    def note_run(self, run_id: str) -> None:
+        """Note the run of a leaf of several nodes, or raise SpecError: its store knows its end."""
+        if run_id in self._runs:
+            raise SpecError(
+                "run_id", run_id, "must be of a run of several nodes that has not ended"
+            )
+        self._runs.add(run_id)
 
     def with_logs(self, spec: LaunchSpec) -> LaunchSpec:
         """Return a leaf with the logs of the job, if it has none of its own."""
@@ -474,8 +484,17 @@ class SupervisorDriver(BaseDriver):
         return next(self._live, None)
 
     def request(self, request: ChildRequest) -> None:
-        """Hand in a request about a child, or raise SpecError if no child can fulfil it."""
+        """Hand in a request about a child.
+
+        Raises:
+            SpecError: no child can fulfil it.
+            HostError: see `check_restart`.
+        """
         self._machine.check(request)
+        is_restart = isinstance(request, ChildRestartReceived)
+        is_restart = is_restart or (isinstance(request, ReloadReceived) and request.spec is None)
+        if is_restart and (driver := self.at(request.name)) is not None:
+            driver.check_restart()
         self.receive(request)
 
     @property
@@ -504,7 +523,7 @@ class SupervisorDriver(BaseDriver):
     async def open(self) -> None:
         """Check the children, make the directory of the run, and start the first of them."""
         is_outermost = self._parent is None
-        for spec in _leaves_of(self._spec) if is_outermost else ():
+        for spec in leaves_of(self._spec) if is_outermost else ():
             check_file_size(spec, resolve_nproc(spec))
         log_dir = self._parts.open() if is_outermost else None
         if not (is_outermost and [*self._machine.children] == [""]):
@@ -528,7 +547,7 @@ class SupervisorDriver(BaseDriver):
         self.receive(StopReceived(reason, signal, plan))
 
     def request_restart(self, reason: str) -> None:
-        self.receive(RestartReceived(reason))
+        self.request(ChildRestartReceived("", reason))
 
     def request_preemption(self, reason: str, seconds: float | None = None) -> bool:
         left = self._spec.preemption.deadline if seconds is None else seconds
@@ -716,10 +735,9 @@ class SupervisorDriver(BaseDriver):
             worker = _ranks_of(spec.role, effect.rank, effect.world_size)
         run_id = ".".join(filter(None, (parts.run_id, above.replace("/", "."))))
         is_alone = spec.nnodes.maximum == 1
-        # The numbers of rounds begin anew.
-        generation = parts.count_start(path)
-        where = path if is_alone or not generation else f"{path}/{generation}"
-        directory = partial(parts.make_directory, where)
+        if not is_alone:
+            parts.note_run(run_id)
+        directory = partial(parts.make_directory, path)
         place = LeafPlace(path, directory, parts.logged, listeners, worker)
         others = (one for one in self._starts.values() if one is not start)
         log = LeafLog(
@@ -727,7 +745,7 @@ class SupervisorDriver(BaseDriver):
             path,
             effect,
             self.receive,
-            generation=generation,
+            generation=parts.count_start(path),
             nproc=nproc,
             has_ready=reports_ready(spec),
             attempt=parts.next_attempt(path) if is_alone else 0,
@@ -874,8 +892,6 @@ def _change(effect: ChildEffect, driver: BaseDriver) -> None:
     match effect:
         case StopChild():
             driver.request_stop(effect.reason, effect.signal, effect.plan)
-        case AskChild(request=RestartReceived(reason)):
-            driver.request_restart(reason)
         case AskChild(request=PreemptionReceived() as notice):  # by the clock of the child
             driver.request_preemption(notice.reason, max(0.0, notice.until - wall_clock()))
         case AskChild():
@@ -892,7 +908,3 @@ def _has_children(effect: StartChild) -> bool:
     """Return whether a child is a group, or independent workers, with a supervisor of its own."""
     spec = effect.spec
     return isinstance(spec, GroupSpec) or (effect.rank is None and spec.restart.scope != "group")
-
-
-def _leaves_of(spec: AnySpec) -> list[LaunchSpec]:
-    return [spec] if isinstance(spec, LaunchSpec) else [leaf for _, leaf in spec.leaves()]

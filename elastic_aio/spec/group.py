@@ -155,11 +155,14 @@ class GroupSpec(SpecValue, prefix=""):
         if child.run_id not in (None, "none"):
             problem = "must not be set: a child has the id of its job, and its name"
             raise SpecError(f"{where}.run_id", child.run_id, problem)
-        if isinstance(child, GroupSpec) or self.strategy == "one_for_one":
+        is_alone = self.strategy == "one_for_one"
+        for leaf in () if is_alone and not is_restarted(self) else leaves_of(child):
+            if leaf.nnodes.maximum > 1:
+                setting = "restarts of the group" if is_alone else f"strategy {self.strategy!r}"
+                problem = f"must be 1 with {setting}: other nodes restart no child"
+                raise SpecError(f"{where}.nnodes", str(leaf.nnodes), problem)
+        if is_alone or isinstance(child, GroupSpec):
             return
-        if child.nnodes.maximum > 1:
-            problem = f"must be 1 with strategy {self.strategy!r}: other nodes restart no child"
-            raise SpecError(f"{where}.nnodes", str(child.nnodes), problem)
         if child.restart.decide is not None:
             problem = f"has no effect with strategy {self.strategy!r}"
             raise SpecError(f"{where}.restart.decide", child.restart.decide, problem)
@@ -262,6 +265,28 @@ def _cycle(name: str, found: Container[str], after: Mapping[str, tuple[str, ...]
         path.append(name)
 
 
+def leaves_of(spec: AnySpec) -> list[LaunchSpec]:
+    """Return a leaf itself; of a group, those of all groups below it too."""
+    return [spec] if isinstance(spec, LaunchSpec) else [leaf for _, leaf in spec.leaves()]
+
+
+def spans_nodes(spec: AnySpec) -> bool:
+    """Return whether a leaf has several nodes: its run cannot begin again once it has ended."""
+    return any(leaf.nnodes.maximum > 1 for leaf in leaves_of(spec))
+
+
+def restart_ends_run(spec: AnySpec) -> bool:
+    """Return whether a requested restart stops leaves of several nodes, to start them again.
+
+    Leaves that restart themselves go on, on all of their nodes.
+    """
+    if isinstance(spec, LaunchSpec):
+        return False
+    return (bool(spec.after) and spans_nodes(spec)) or any(
+        map(restart_ends_run, spec.children.values())
+    )
+
+
 def is_supervised(spec: AnySpec) -> bool:
     """Return whether a job needs a supervisor: a group, independent workers, "always"."""
     if isinstance(spec, GroupSpec):
@@ -356,10 +381,16 @@ def check_reload(former: AnySpec, spec: AnySpec, *, is_whole: bool) -> None:
     if is_whole and not is_same_kind(former, spec):
         kind = "GroupSpec" if isinstance(former, GroupSpec) else "LaunchSpec of independent workers"
         raise SpecError("spec", type(spec).__name__, f"must be a {kind}, as the running one")
-    for each in (former, spec):
-        if isinstance(each, LaunchSpec) and each.nnodes.maximum > 1:
-            raise SpecError("nnodes", str(each.nnodes), "must be 1 for another spec")
+    before, after = _leaves_by_path(former), _leaves_by_path(spec)
+    changed = [path for path in before.keys() & after.keys() if before[path] != after[path]]
+    for leaf in [found[path] for path in sorted(changed) for found in (before, after)]:
+        if leaf.nnodes.maximum > 1:
+            raise SpecError("nnodes", str(leaf.nnodes), "must be 1 for another spec")
     group_of(spec) if is_whole else None
+
+
+def _leaves_by_path(spec: AnySpec) -> dict[str, LaunchSpec]:
+    return {"": spec} if isinstance(spec, LaunchSpec) else dict(spec.leaves())
 
 
 def reports_ready(spec: AnySpec) -> bool:

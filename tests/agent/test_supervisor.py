@@ -904,6 +904,31 @@ def test_a_child_is_scaled_by_its_kind() -> None:
     assert play.effects[-2 if len(play.effects) > 1 else 0].spec.nproc_per_node == 3
 
 
+def test_a_run_of_several_nodes_is_not_started_again() -> None:
+    """It ends for all nodes; while it runs, it restarts itself on all of them."""
+    many = LaunchSpec(["x"], nnodes=2)
+    children = {"many": many, "g": GroupSpec({"a": many, "b": leaf()}, after={"b": ["a"]})}
+    play = started(group(children | {"two": GroupSpec.replicas(many, 2)}, essential=[]))
+    assert play.restart("many") == "restart many"
+    same, other = (
+        ReloadReceived("g", GroupSpec({"a": many.replace(env=env)})) for env in ({}, {"X": "2"})
+    )
+    play.machine.check(same)
+    refused: list[ChildRequest] = [ChildRestartReceived("g", "why"), ReloadReceived("two"), other]
+    refused.append(ChildRestartReceived("", "why"))
+    for name in ("many", "g", "two"):
+        for request in refused:
+            with pytest.raises(SpecError, match=r"several nodes|must be 1 for another spec"):
+                play.machine.check(request)
+        play.end(name)
+        refused.append(ChildRestartReceived(name, "why"))
+    waiting = Play(group({"a": leaf(), "many": many}, after={"many": ["a"]}))
+    assert waiting.start() == "+a, +many"
+    waiting = Play(group({"a": leaf(ready="notify"), "many": many}, after={"many": ["a"]}))
+    assert waiting.start() == "+a"
+    waiting.machine.check(ChildRestartReceived("many", "why"))
+
+
 # ---------------------------------------------------------------------------- reload
 
 
@@ -1108,7 +1133,7 @@ def test_a_reload_of_a_group_is_in_order() -> None:
     play = started(group({"a": leaf(ready="notify"), "b": leaf(), "c": leaf()}, after={"b": ["a"]}))
     play(ChildReady("a", 0))
     play(ChildStarted("b", 0))
-    assert play(ReloadReceived("", None)) == "RestartChild c, -b"
+    assert play(ReloadReceived("", None)) == "restart c, -b"
     assert play.end("b", None) == "-a"
     assert play.end("a", None) == "+a1"
     assert play(ChildStarted("a", 1)) == ""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import random
 import signal
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import pytest
 from elastic_aio import (
     Agent,
     GroupSpec,
+    HostError,
     JobFailed,
     JobPreempted,
     JobStopped,
@@ -26,13 +29,16 @@ from elastic_aio import (
     StopPlan,
     launch,
 )
-from elastic_aio.agent.supervisor import SupervisorMachine
+from elastic_aio.agent.agent import driver_of, make_agent
+from elastic_aio.agent.supervisor import ChildRestartReceived, SupervisorMachine
 from elastic_aio.agent.supervisor_driver import SupervisorDriver
 from elastic_aio.child_events import ChildFinished, ChildLaunched, ReadinessChanged
 from elastic_aio.events import Event, JobFinished, JobStarted, StopRequested, WorkerStarted
 from elastic_aio.outcome import JobState
 from elastic_aio.spec.restart import Backoff, RestartPolicy
+from tests.support import functions
 from tests.support.children import POLITE, SLEEPER, shell, until
+from tests.support.fake_rendezvous import FakeRendezvous, node_spec
 from tests.support.leaks import alive, marked_processes, open_descriptors, own_children
 from tests.support.restarts import AT_ONCE
 
@@ -442,6 +448,45 @@ async def test_a_cancelled_launch_leaves_nothing(turns: int) -> None:
     assert not marked_processes(*mark)
     started = {event.pid for event in events if isinstance(event, WorkerStarted)}
     assert not started & own_children(), "zombies"
+
+
+async def test_a_restart_that_cannot_be_is_refused() -> None:
+    """The arguments of a function are the workers' alone: the job goes on."""
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    call = LaunchSpec(functions.close_and_sleep, args=(theirs,), stop=PLAN)
+    with ours, theirs:
+        async with Agent(GroupSpec({"call": call, "other": leaf()})) as agent:
+            await until_all_run(agent)
+            theirs.close()
+            assert await asyncio.to_thread(ours.poll, 30), "the end of the file"
+            before = agent.pids("other")
+            requests = [partial(agent.restart, child=child) for child in ("call", "")]
+            for request in (*requests, partial(agent.reload, "call")):
+                with pytest.raises(HostError, match="descriptors"):
+                    await request()
+            assert agent.pids("other") == before
+
+
+async def test_a_run_of_several_nodes_is_started_once(tmp_path: Path) -> None:
+    """Its store knows its end, whatever would start it again."""
+    many = node_spec(tmp_path, ["true"], run_id=None)
+    made: list[FakeRendezvous] = []
+
+    def make(*parts: Any) -> FakeRendezvous:
+        made.append(FakeRendezvous(*parts))
+        return made[-1]
+
+    spec = GroupSpec({"many": many, "other": leaf()}, essential=["other"])
+    async with make_agent(spec, rendezvous=make) as agent:
+        await until(lambda: made)
+        await agent.stop(child="many")
+        with pytest.raises(SpecError, match="several nodes"):
+            await agent.restart(child="many")
+        driver = driver_of(agent)
+        driver.receive(ChildRestartReceived("many", "in spite of that"))
+        await until(lambda: agent.children()["many"].phase == "failed")
+        assert len(made) == 1
+        assert agent.status().phase == "running"
 
 
 async def test_an_error_of_a_callback_is_raised() -> None:

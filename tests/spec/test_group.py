@@ -67,6 +67,14 @@ DECIDED = LaunchSpec("x", max_restarts=1, restart=RestartPolicy(decide=lambda _:
             "children['a'].nnodes: must be 1 with strategy 'one_for_all': other nodes restart no",
         ),
         (
+            {"children": {"a": GroupSpec({"b": MANY})}, "strategy": "rest_for_one"},
+            "children['a'].nnodes: must be 1 with strategy 'rest_for_one': other nodes restart no",
+        ),
+        (
+            {"children": {"a": MANY}, "max_restarts": 1},
+            "children['a'].nnodes: must be 1 with restarts of the group: other nodes restart no",
+        ),
+        (
             {"children": {"a": DECIDED}, "strategy": "rest_for_one"},
             "children['a'].restart.decide: has no effect with strategy 'rest_for_one' (got",
         ),
