@@ -978,10 +978,13 @@ class SupervisorMachine:
         """Stop all children at once, those too that are being stopped."""
         self._to_stop.clear()
         for child in self._children.values():
-            child.stop = stop
-            for generation in sorted(child.retiring):
-                self._emit_stop(child, generation, stop)
-            self._stop_child(child)
+            self._kill_child(child, stop)
+
+    def _kill_child(self, child: _Child, stop: StopReceived) -> None:
+        child.stop = stop
+        for generation in sorted(child.retiring):
+            self._emit_stop(child, generation, stop)
+        self._stop_child(child)
 
     def accepts(self, notice: PreemptionReceived) -> bool:
         """Whether a notice counts: the first one before the end, or an earlier deadline."""
@@ -1061,11 +1064,11 @@ class SupervisorMachine:
         self._emit(PublishOf(child.name, scaled))
 
     def _stop_by_request(self, child: _Child, stop: StopReceived) -> None:
-        if stop.signal == SIGKILL and child.phase is ChildPhase.STOPPING:
-            self._emit_stop(child, child.generation, stop)
         child.is_kept = True
         if child.is_live or child.is_due:
             self._set_fate(child, _Fate.STOP, stop)
+        if stop.signal == SIGKILL and child.is_live:
+            self._kill_child(child, stop)
 
     def _restart_by_request(self, child: _Child, reason: str) -> None:
         is_new = self._reload is not None and self._reload.current == child.name

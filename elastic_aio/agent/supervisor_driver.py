@@ -68,6 +68,7 @@ from elastic_aio.logs.console import ConsoleTarget
 from elastic_aio.logs.files import RunDirectory
 from elastic_aio.logs.streams import LoggedStreams
 from elastic_aio.outcome import (
+    SIGKILL,
     AttemptResult,
     Failure,
     JobOutcome,
@@ -890,6 +891,8 @@ class SupervisorDriver(BaseDriver):
 def _change(effect: ChildEffect, driver: BaseDriver) -> None:
     """Perform an effect on a child that is open."""
     match effect:
+        case StopChild() if effect.signal == SIGKILL:  # also if a slower stop has begun
+            driver.kill(effect.reason, StopReceived(effect.reason, effect.signal, effect.plan))
         case StopChild():
             driver.request_stop(effect.reason, effect.signal, effect.plan)
         case AskChild(request=PreemptionReceived() as notice):  # by the clock of the child

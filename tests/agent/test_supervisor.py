@@ -700,6 +700,17 @@ def test_a_stop_ends_a_delay() -> None:
     assert play.elapse("a") == ""
 
 
+def test_a_child_that_is_being_stopped_is_killed_by_request() -> None:
+    """Also before those that are after it have ended."""
+    play = started(group("a b", after={"b": ["a"]}))
+    assert play.stop("b") == "-b"
+    assert play.stop("b", signal=SIGKILL) == "-b"
+    play = started(group("a b", strategy="rest_for_one"))
+    assert play.restart("a") == "-b"
+    assert play.stop("a") == ""
+    assert play.stop("a", signal=SIGKILL) == "-a"
+
+
 def test_a_stop_of_a_child_that_waits() -> None:
     play = started(group({"a": leaf(ready="notify"), "b": leaf()}, after={"b": ["a"]}))
     assert play.stop("b") == ""

@@ -270,6 +270,19 @@ async def test_a_child_is_stopped_and_started_by_request() -> None:
             await agent.restart(child="x")
 
 
+async def test_a_child_that_ignores_its_stop_is_killed_by_request() -> None:
+    """As `stop --kill` does; what it is in stays."""
+    stubborn = leaf(shell("trap '' TERM; while :; do sleep 0.02; done"), stop=StopPlan.within(600))
+    spec = GroupSpec({"a": GroupSpec({"b": stubborn}), "c": leaf()})
+    async with Agent(spec) as agent:
+        await until_all_run(agent)
+        agent.stop(child="a")
+        await until(lambda: agent.children()["a/b"].phase == "stopping")
+        await agent.stop(child="a", signal="SIGKILL")
+        assert agent.children()["a"].phase == "stopped"
+        assert agent.children()["c"].phase == "running"
+
+
 async def test_a_restart_of_the_whole_leaves_out_what_was_stopped() -> None:
     """All others run in a later attempt when it returns."""
     async with Agent(GroupSpec({"a": leaf(), "b": leaf(), "c": leaf()})) as agent:
