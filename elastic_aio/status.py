@@ -321,6 +321,20 @@ class StatusTracker:
             tracker = None if tracker is None else tracker.children.get(name)
         return tracker
 
+    def runs(self, path: str, *, is_new: bool) -> bool:
+        """Return whether the child at a path, and what it is in, has begun, and has not ended.
+
+        `is_new`: or whether there is no such child yet.
+        """
+        tracker = self
+        for name in filter(None, path.split("/")):
+            if name not in tracker.children:
+                return is_new
+            tracker = tracker.children[name]
+            if tracker.has_ended or tracker.phase == "waiting":
+                return False
+        return True
+
     def descendants(self) -> list[StatusTracker]:
         """Return the trackers of all children, each before its own."""
         below = self.children.values()
@@ -333,14 +347,16 @@ class StatusTracker:
     def has_started_after(self, seq: int) -> bool:
         """Return whether all leaves run in an attempt that began after the event of this number.
 
-        Below this one, those that had ended may stay so.
+        Below this one, those that had ended may stay so, but not all of them.
         """
+        has_start = False
         for one in self.leaves():
             is_later = one._began > seq
             is_over = one.has_ended and (is_later or one is not self)
             if not is_over and not (one.is_running and is_later):
                 return False
-        return True
+            has_start |= is_later
+        return has_start
 
     @property
     def is_running(self) -> bool:

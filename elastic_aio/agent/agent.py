@@ -405,14 +405,13 @@ class Agent:
         checked_part("reason", reason, kind=str)
         if child:
             from elastic_aio.agent.supervisor import ChildRestartReceived
-            from elastic_aio.child_events import ChildFinished
 
             supervisor, name = self._supervisor_of(child)
             supervisor.request(ChildRestartReceived(name, reason))
         else:
             driver.request_restart(reason)
         async for event in events:
-            if child and event.child == child and isinstance(event, ChildFinished):
+            if child and _is_end_of(event, child):
                 return False
             if tracker.has_started_after(last):
                 return True
@@ -439,45 +438,55 @@ class Agent:
         from elastic_aio.agent.supervisor import ReloadReceived
         from elastic_aio.child_events import ChildFinished, ReloadFailed, ReloadFinished
 
-        tracker, log = self._tracker(child), self._event_log
+        self._tracker(child)
+        log = self._event_log
         last = log.count - 1
         events = log.read(last)
         supervisor, name = self._supervisor_of(child)
-        ended = {one.job.child for one in tracker.leaves() if one.has_ended}
         changed = supervisor.restarted_by(name, spec)
+        if changed is not None:  # what does not run is started later, or not at all
+            root, is_new = log.tracker, spec is not None
+            changed = {path for path in changed if root.runs(path, is_new=is_new)}
         supervisor.request(ReloadReceived(name, spec))
         begun = log.count  # before, an earlier reload may have ended because of this one
-        if changed is not None and not (changed := changed - ended if spec is None else changed):
+        if changed == set():
             return True
         async for event in events:
             is_failed = isinstance(event, ReloadFailed) and _is_below(event.child, child)
-            is_over = isinstance(event, ChildFinished) and event.child in (changed or ())
-            if event.seq >= begun and (is_failed or is_over):
+            if isinstance(event, ChildFinished) and event.state is JobState.FAILED:
+                is_failed = event.child in (changed or ())
+            if event.seq >= begun and is_failed:
                 return False
             if isinstance(event, ReloadFinished) and event.child == child and changed is None:
                 return True
-            found = [log.tracker.find(path) for path in changed or ()]
-            if found and all(one and one.has_started_after(last) for one in found):
-                return True
+            if _is_end_of(event, child, or_start_above=True):
+                return False
+            if changed is not None:
+                changed = {path for path in changed if not _is_end_of(event, path)}
+                found = [log.tracker.find(path) for path in changed]
+                if all(one and one.has_started_after(last) for one in found):
+                    return True
         return False
 
     async def scale(self, child: str, number: int) -> None:
         """Change the number of the workers of a child, or of the children of equal replicas.
 
         Of independent workers, workers are added, or those with the highest ranks are stopped; a
-        gang is restarted.  An empty `child` is the job itself.
+        gang is restarted.  A child that does not run has as many when it is started.  An empty
+        `child` is the job itself.
 
         Cancellation: the request stays.
         """
         from elastic_aio.agent.supervisor import ScaleReceived
-        from elastic_aio.child_events import ChildFinished, Scaled
+        from elastic_aio.child_events import Scaled
 
         checked_integer("number", number, at_least=1)
         events = self._event_log.read(self._event_log.count - 1)
         supervisor, name = self._supervisor_of(child)
         supervisor.request(ScaleReceived(name, number))
         async for event in events:
-            if event.child == child and isinstance(event, Scaled | ChildFinished):
+            is_done = isinstance(event, Scaled) and event.child == child
+            if is_done or _is_end_of(event, child, or_start_above=True):
                 return
 
     def status(self, *, usage: bool = True) -> JobStatus:
@@ -630,6 +639,17 @@ def driver_of(agent: Agent) -> BaseDriver:
 def _is_below(path: str, child: str) -> bool:
     """Return whether a path is that of a child or of what is below it."""
     return not child or f"{path}/".startswith(f"{child}/")
+
+
+def _is_end_of(event: Event, child: str, *, or_start_above: bool = False) -> bool:
+    """Return whether a child, or a group that it is in, has ended for good.
+
+    `or_start_above`: or whether such a group is started again, with what it was made for.
+    """
+    kind = type(event).__name__  # most jobs load no events of children
+    is_end = kind == "ChildFinished"
+    is_start = or_start_above and kind == "ChildLaunched" and event.child != child
+    return (is_end or is_start) and _is_below(child, event.child)
 
 
 def _is_supervised(spec: AnySpec) -> bool:

@@ -1113,12 +1113,15 @@ class SupervisorMachine:
         elif is_live and spec is None and self._is_alone(child):
             self._ask(child, RestartReceived(RELOADED))
         else:
+            was_replaceable = _has_supervisor(child.spec) and template_of(child.spec) is not None
             if spec is not None:
                 child.adopt(spec, self._budget_of(child.name, spec))
             if is_live:
                 self._stop_and_start(child, RELOADED)
             elif child.phase is ChildPhase.BACKING_OFF:
                 self._schedule(child)
+            if was_replaceable and not is_live:  # there is nothing to replace
+                self._emit(PublishOf(child.name, ReloadFinished(replaced=0)))
 
     def _reload_all(self, spec: AnySpec | None) -> None:
         target = self.spec if spec is None else spec

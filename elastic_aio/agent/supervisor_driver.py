@@ -78,7 +78,14 @@ from elastic_aio.outcome import (
 )
 from elastic_aio.process.children import Spawner
 from elastic_aio.ranks import NodeSize, WorkerRanks, assign_node_ranks
-from elastic_aio.spec.group import AnySpec, GroupSpec, leaves_of, outermost_group, reports_ready
+from elastic_aio.spec.group import (
+    AnySpec,
+    GroupSpec,
+    is_same_kind,
+    leaves_of,
+    outermost_group,
+    reports_ready,
+)
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.spec.stop import StopPlan
@@ -503,15 +510,21 @@ class SupervisorDriver(BaseDriver):
         """What it runs: a reload or a change of the scale may have changed it."""
         return self._machine.spec
 
+    def spec_of(self, name: str) -> AnySpec:
+        """Return what a child runs, or this supervisor itself if the name is empty."""
+        children = self._machine.children
+        return children[name].spec if name in children else self.spec
+
     def restarted_by(self, name: str, spec: AnySpec | None) -> set[str] | None:
         """Return the paths of the leaves that a reload of a child restarts, also of new leaves.
 
         None: its workers or replicas are replaced one after the other.
         """
-        former = self._machine.children[name].spec if name else self.spec
+        former = self.spec_of(name)
         spec, path = spec or former, joined(self._path, name)
         if isinstance(former, LaunchSpec):
-            return None if former.restart.scope != "group" else {path}
+            is_replaced = former.restart.scope != "group" and is_same_kind(former, spec)
+            return None if is_replaced else {path}
         if isinstance(spec, LaunchSpec):
             return {path}
         if former.replica is not None and spec.replica is not None:

@@ -904,6 +904,19 @@ def test_replicas_are_scaled_too() -> None:
     assert play.machine.spec == GroupSpec.replicas(leaf(), 3)
 
 
+def test_a_scale_is_always_answered() -> None:
+    play = started(workers(2))
+    play(ScaleReceived("", 2))
+    assert play.events == ["Scaled: scaled from 2 to 2 workers"]
+    play = started(group({"w": workers(2), "b": leaf()}))
+    play.stop("w")
+    assert play(ScaleReceived("w", 3)) == ""
+    assert play.events == ["w Scaled: scaled from 2 to 3 workers"]
+    play.end("w", None)
+    assert play.restart("w") == "+w1"
+    assert play.effects[-1].spec == workers(3)
+
+
 def test_a_child_is_scaled_by_its_kind() -> None:
     """A gang restarts; workers, and replicas, are scaled by their own supervisor."""
     children = {"gang": leaf(), "workers": workers(2), "replicas": GroupSpec.replicas(leaf(), 2)}
@@ -1123,6 +1136,16 @@ def test_a_child_starts_by_the_spec_that_it_ran_last() -> None:
     play.end("w", None, spec=workers(3))
     play.restart("w")
     assert play.effects[-1].spec == workers(3)
+
+
+def test_a_reload_of_workers_that_do_not_run_has_ended_at_once() -> None:
+    play = started(group({"w": workers(2), "b": leaf()}))
+    play.stop("w")
+    play.end("w", None)
+    assert play(ReloadReceived("w", NEW)) == ""
+    assert play.events == ["w ReloadFinished: reloaded, 0 workers replaced"]
+    assert play.restart("w") == "+w1"
+    assert play.effects[-1].spec == NEW
 
 
 def test_a_group_changes_what_differs() -> None:

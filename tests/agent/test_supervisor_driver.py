@@ -160,6 +160,43 @@ async def test_workers_are_added_and_removed() -> None:
             agent.stop(child="3")
 
 
+async def test_a_change_of_the_scale_ends() -> None:
+    """Also one that changes nothing, or a child that does not run."""
+    children: dict[str, LaunchSpec | GroupSpec] = {
+        "gang": leaf(),
+        "pool": workers(2),
+        "replicas": GroupSpec.replicas(leaf(), 2),
+    }
+    async with Agent(GroupSpec(children)) as agent:
+        await until_all_run(agent)
+        before = agent.pids("pool")
+        async with asyncio.timeout(30):
+            for child in children:
+                await agent.scale(child, 2)
+            assert agent.pids("pool") == before
+            await until(lambda: len(agent.pids("gang")) == 2)
+            for child in children:
+                await agent.stop(child=child)
+                if child != "replicas":  # the last would end the group
+                    await agent.scale(child, 3)
+                    assert await agent.reload(child)
+                    assert await agent.restart(child=child)
+                    assert len(agent.pids(child)) == 3
+
+
+async def test_a_restart_of_what_its_group_ends() -> None:
+    """The answer does not wait for the end of the job."""
+    slow = leaf(shell("trap 'sleep 0.5; exit' TERM; sleep 99 & wait"))
+    inner = GroupSpec({"a": slow, "b": leaf()})
+    async with Agent(GroupSpec({"inner": inner, "c": leaf()}, essential=["c"])) as agent:
+        await until_all_run(agent)
+        restarting = asyncio.create_task(agent.restart(child="inner/a"))
+        await until(lambda: agent.children()["inner/a"].phase == "stopping")
+        agent.stop(child="inner")
+        async with asyncio.timeout(30):
+            assert not await restarting
+
+
 async def test_a_reload_replaces_one_worker_after_the_other(tmp_path: Path) -> None:
     """Each new one runs before the old one is stopped; a broken spec replaces none."""
     async with Agent(workers(2)) as agent:

@@ -470,7 +470,11 @@ class TreeRules:
         swept = {*self._must_end}
         self._note(received)
         self._note_exhausted(received, effects, swept)
-        events = [getattr(one, "event", None) for one in effects]
+        events = [  # a child that does not run has finished at once
+            getattr(one, "event", None)
+            for one in effects
+            if not (isinstance(one, PublishOf) and isinstance(one.event, ReloadFinished))
+        ]
         self._ends_reload = any(isinstance(one, ReloadFailed | ReloadFinished) for one in events)
         for effect in effects:
             match effect:
