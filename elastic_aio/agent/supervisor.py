@@ -17,7 +17,8 @@ A child
   the reverse order, and none is started before all have ended; with one_for_all, neither in a
   back-off.  They pay nothing for that.  Those that have succeeded start again, unless they never
   restart.
-* Each restart after a failure counts for the window of the group, also those that a leaf makes.
+* Each restart of an essential child after a failure counts for the window of the group, also
+  those that a leaf makes.
 * A child that is stopped by request stays so until its restart is requested.
 * Results carry their generation.  A late result is dropped here, and only here.
 
@@ -791,7 +792,9 @@ class SupervisorMachine:
     def _count_restart(self, child: _Child) -> str:
         """Count a restart of a child; return why the group has failed if it is one too many."""
         window = self._window
-        if window is not None and window.is_exhausted(self._restarts_at, self._now):
+        if window is None or not self._group.is_essential(child.name):
+            return ""
+        if window.is_exhausted(self._restarts_at, self._now):
             last, number = self._label(child) or "it", counted(window.count, "restart")
             return f"{last} has ended after {number} within {window.seconds:g} s (restart window)"
         self._restarts_at.append(self._now)

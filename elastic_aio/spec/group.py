@@ -109,8 +109,8 @@ class GroupSpec(SpecValue, prefix=""):
         RestartWindow | Literal["auto"] | None,
         RestartWindow | tuple[int, float] | Literal["auto"] | None,
     ] = field(default="auto", check=optional(_window))
-    """At most `count` restarts of children in `seconds`; a further one fails the group.  "auto":
-    one of each child, and five more, in 10 s; None for no limit."""
+    """At most `count` restarts of essential children in `seconds`; a further one fails the group.
+    "auto": one of each child, and five more, in 10 s; None for no limit."""
     restart: RestartWhen = field(default="on-failure", check=OneOf(RESTART_WHEN))
     """After which ends the group as a whole is started again, up to `max_restarts` times."""
     max_restarts: Converted[int, int | Literal["unlimited"]] = field(

@@ -523,6 +523,17 @@ def test_by_default_each_child_may_fail_once_and_five_more() -> None:
     assert [play.end("0", 1)[:2] for _ in range(8)] == ["+0"] * 7 + ["-1"]
 
 
+def test_restarts_of_a_child_that_is_not_essential_do_not_count() -> None:
+    """They take none from the others, and end nothing."""
+    children = {"a": leaf(5), "b": leaf(5), "c": ALWAYS}
+    play = started(group(children, essential=["a"], window=(1, 10)))
+    for generation in range(3):
+        assert play.run(play.end("c", 1, generation)) == f"+c{generation + 1}"
+        assert play(LeafRestarted("b", 0, generation + 1)) == ""
+    assert play(LeafRestarted("a", 0, 1)) == ""
+    assert play(LeafRestarted("a", 0, 2, (failure(7),))) == "-a, -b, -c3"
+
+
 def test_restarts_with_another_child_count_once() -> None:
     play = started(group({"a": leaf(9), "b": leaf(9)}, strategy="one_for_all", window=(1, 10)))
     play.end("a", 1)

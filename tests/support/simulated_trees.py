@@ -541,7 +541,7 @@ class TreeRules:
                 self._restarts[key] = restarts
                 is_present = key[1] == min(self._live[key[0]]) and key not in self._stopping
                 if is_more and is_present and not self._is_ending:
-                    self._count()
+                    self._count(result.name)
             case ChildEnded(outcome=outcome):
                 del self._live[key[0]][key[1]]
                 self._ready.pop(key, None)
@@ -549,7 +549,9 @@ class TreeRules:
                 if self._is_ending and is_essential and outcome.state is JobState.FAILED:
                     self._failed.add(outcome.exit_code)
 
-    def _count(self) -> None:
+    def _count(self, name: str) -> None:
+        if not self._group.is_essential(name):
+            return
         self._is_exhausted |= self._has_no_restart
         self._counted.append(self._now)
 
@@ -566,6 +568,8 @@ class TreeRules:
     ) -> None:
         """Note a child whose end, without any other reason, ends the group."""
         if not isinstance(received, ChildEnded) or self._is_ending or not self._has_no_restart:
+            return
+        if not self._group.is_essential(received.name):
             return
         key = received.name, received.generation
         is_replaced = key in self._stopping | swept or bool(self._live[received.name])
@@ -639,7 +643,7 @@ class TreeRules:
                 self._finished.pop(name, None)
                 if isinstance(received, ChildEnded):
                     self._check_restart(received)
-                    self._count()
+                    self._count(name)
                     if self._is_exhausted:
                         self._fail(f"{name} restarts, and its window is used up")
                 if isinstance(received, ChildEnded) or self._live.get(name):
