@@ -15,8 +15,8 @@ from typing import Any, Final
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.checks import is_integer
 from elastic_aio.spec.fields import Field, SpecValue, part_of, spec_fields
-from elastic_aio.spec.group import AnySpec, GroupSpec
-from elastic_aio.spec.job import Command, LaunchSpec, Module, Script
+from elastic_aio.spec.group import DEPTH_MAX, AnySpec, GroupSpec
+from elastic_aio.spec.job import NPROC_MAX, Command, LaunchSpec, Module, Script
 from elastic_aio.spec.restart import Backoff, NodeLosses, RestartPolicy, RestartWindow
 from elastic_aio.spec.stop import StopPlan
 from elastic_aio.spec.tls import TlsSpec
@@ -50,9 +50,18 @@ def spec_from_toml(text: str, directory: str = "") -> AnySpec:
     """
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # also for a number of very many digits
         raise SpecError("the file", text, f"must be TOML: {error}") from None
-    return _spec(table, "", directory)
+    except RecursionError:
+        raise _too_deep(text) from None
+    try:
+        return _spec(table, "", directory)
+    except RecursionError:
+        raise _too_deep(text) from None
+
+
+def _too_deep(text: str) -> SpecError:
+    return SpecError("the file", text, f"must have groups of at most {DEPTH_MAX} levels")
 
 
 def _spec(table: Table, where: str, directory: str) -> AnySpec:
@@ -72,8 +81,9 @@ def _leaf(table: Table, where: str, directory: str) -> LaunchSpec:
     if "env" in fields:
         fields["env"] = _env(fields["env"])
     if directory:
-        cwd = str(fields.get("cwd") or "")
-        fields["cwd"] = cwd if cwd.startswith("/") else f"{directory}/{cwd}".rstrip("/")
+        cwd = fields.get("cwd", "")
+        if isinstance(cwd, str) and not cwd.startswith("/"):
+            fields["cwd"] = f"{directory}/{cwd}".rstrip("/")
     entrypoint = _made(LaunchSpec, where, lambda: _entrypoint(name, table[name]))
     spec: LaunchSpec = _made(LaunchSpec, where, lambda: LaunchSpec(entrypoint, **fields))
     return spec
@@ -81,7 +91,10 @@ def _leaf(table: Table, where: str, directory: str) -> LaunchSpec:
 
 def _entrypoint(kind: str, value: object) -> Script | Module | Command:
     if kind == "command":
-        words = split(value) if isinstance(value, str) else value
+        try:
+            words = split(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise SpecError(kind, value, f"must be a command line: {error}") from None
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
             raise SpecError(kind, value, "must be a list of arguments, or a text")
         return Command(tuple(words))
@@ -103,9 +116,12 @@ def _env(value: object) -> object:
 
 def _group(table: Table, where: str, directory: str) -> GroupSpec:
     children: dict[str, AnySpec] = {}
-    after, others = dict(table.get("after", {})), []
+    after = dict(_table(table.get("after", {}), f"{where}.after".lstrip(".")))
+    others = []
     below = _table(table["children"], f"{where}.children".lstrip("."))
     for name, child in below.items():
+        if not name:
+            raise SpecError(f"{where}.children".lstrip("."), name, "must have names")
         path = f"{where}.children.{name}".lstrip(".")
         own = {key: child[key] for key in _OF_CHILD if key in _table(child, path)}
         if isinstance(own.get("essential"), list):  # of the group that the child is
@@ -213,6 +229,7 @@ _LINE: Final = re.compile(r"([A-Za-z0-9_-]+):\s*(.+)")
 _VARIABLE: Final = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(.*)")
 _QUOTED: Final = re.compile(r"""'([^']*)'|"((?:\\.|[^"\\])*)\"""")
 _PORT: Final = 5000
+_PORT_MAX: Final = 65_535
 _PORTS_EACH: Final = 100
 
 
@@ -231,7 +248,7 @@ def spec_from_procfile(
     """
     variables = variables_of(env)
     port = variables.get("PORT", str(_PORT))
-    if not re.fullmatch(r"\d{1,5}", port, re.ASCII):
+    if not re.fullmatch(r"\d{1,5}", port, re.ASCII) or int(port) > _PORT_MAX:
         raise SpecError("PORT", port, "must be a port")
     children: dict[str, AnySpec] = {}
     names: list[str] = []
@@ -243,7 +260,8 @@ def spec_from_procfile(
         name, command = found.groups()
         if name in names:
             raise SpecError(f"line {number}", name, "must be a name that no other line has")
-        count = (concurrency or {}).get(name, 1)
+        if (count := (concurrency or {}).get(name, 1)) > NPROC_MAX:
+            raise SpecError("concurrency", count, f"must be at most {NPROC_MAX}")
         first = int(port) + _PORTS_EACH * len(names)
         own = [{"PORT": str(first + rank), "PS": f"{name}.{rank + 1}"} for rank in range(count)]
         names.append(name)

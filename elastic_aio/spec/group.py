@@ -18,7 +18,7 @@ from elastic_aio.spec.checks import (
     optional,
 )
 from elastic_aio.spec.fields import Converted, SpecValue, field
-from elastic_aio.spec.job import LaunchSpec, checked_max_restarts
+from elastic_aio.spec.job import NPROC_MAX, LaunchSpec, checked_max_restarts
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.spec.restart import (
     RESTART_WHEN,
@@ -38,6 +38,10 @@ _WINDOW_S: Final = 10.0
 _NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
 # The directory of a run has these, and a directory for each child.
 _NOT_NAMES: Final = re.compile(r"attempt_\d+|.*\.(json|jsonl|log)")
+
+
+DEPTH_MAX: Final = 32
+"""How many groups may be in each other."""
 
 
 def _children(name: str, value: object) -> Mapping[str, AnySpec]:
@@ -134,6 +138,10 @@ class GroupSpec(SpecValue, prefix=""):
         self._set(_order=_ordered(self.children, self.after), _essential=frozenset(essential))
         for name, child in self.children.items():
             self._check_child(name, child)
+        below = [child.depth for child in self.children.values() if isinstance(child, GroupSpec)]
+        self._set(_depth=1 + max(below, default=0))
+        if self.depth > DEPTH_MAX:
+            raise SpecError("children", self.name, f"must have at most {DEPTH_MAX} levels")
 
     def _check_names(self) -> None:
         found = [("after", one) for one in self.after]
@@ -180,7 +188,7 @@ class GroupSpec(SpecValue, prefix=""):
 
         Unless they are `essential`, the failure of a replica ends no other one.
         """
-        checked_integer("replicas", number, at_least=1)
+        _check_number("replicas", number)
         children = {str(rank): spec for rank in range(number)}
         return cls(children, essential=None if essential else (), window=window)
 
@@ -203,6 +211,12 @@ class GroupSpec(SpecValue, prefix=""):
     def order(self) -> tuple[str, ...]:
         """The names so that each comes after those that it is `after`; else as in `children`."""
         found: tuple[str, ...] = self.__dict__["_order"]
+        return found
+
+    @property
+    def depth(self) -> int:
+        """How many groups are in each other, this one included."""
+        found: int = self.__dict__["_depth"]
         return found
 
     def is_essential(self, name: str) -> bool:
@@ -287,6 +301,11 @@ def restart_ends_run(spec: AnySpec) -> bool:
     )
 
 
+def _check_number(name: str, number: int) -> None:
+    if checked_integer(name, number, at_least=1) > NPROC_MAX:
+        raise SpecError(name, number, f"must be at most {NPROC_MAX}")
+
+
 def is_supervised(spec: AnySpec) -> bool:
     """Return whether a job needs a supervisor: a group, independent workers, "always"."""
     if isinstance(spec, GroupSpec):
@@ -350,7 +369,7 @@ def restarted_by_supervisor(spec: LaunchSpec) -> LaunchSpec:
 
 def scaled_to(spec: AnySpec, number: int) -> AnySpec:
     """Return a spec with so many workers, or replicas; SpecError for a group of other children."""
-    checked_integer("number", number, at_least=1)
+    _check_number("number", number)
     if isinstance(spec, LaunchSpec):
         if spec.nnodes.maximum > 1:
             problem = "must not be changed in a job of several nodes"

@@ -55,8 +55,8 @@ StartMethod = Literal["spawn", "fork", "forkserver"]
 NumaMode = Literal["node", "socket", "exclusive", "core-complex", "cpu"]
 
 # More than any host runs; results and logs of so many workers still fit into memory.
-_NPROC_MAX: Final = 65_536
-NPROC_ACCEPTED: Final = f"must be a number from 1 to {_NPROC_MAX}, 'cpu', 'gpu', 'xpu' or 'auto'"
+NPROC_MAX: Final = 65_536
+NPROC_ACCEPTED: Final = f"must be a number from 1 to {NPROC_MAX}, 'cpu', 'gpu', 'xpu' or 'auto'"
 
 
 class Script(Value, frozen=True):
@@ -183,7 +183,7 @@ def _nproc(name: str, value: object) -> int | str:
     # A word that this host does not know is refused before the job starts.
     if isinstance(value, str) and re.fullmatch(r"[a-z][a-z0-9_]{1,31}", value):
         return value
-    if not is_integer(value) or not 1 <= value <= _NPROC_MAX:
+    if not is_integer(value) or not 1 <= value <= NPROC_MAX:
         raise SpecError(name, value, NPROC_ACCEPTED)
     return value
 

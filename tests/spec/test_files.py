@@ -172,6 +172,14 @@ REFUSED: list[tuple[str, str]] = [
         'essential = ["a"]\n[children.a]\nscript = "x"\nessential = false',
         "essential: must be given once, not for a too (got ['a'])",
     ),
+    ("after = 3\n[children.a]\nscript = 'x'", "after: must be a table (got 3)"),
+    ("after = ['a']\n[children.a]\nscript = 'x'", "after: must be a table (got ['a'])"),
+    ('command = "a \'b"', 'command: must be a command line: No closing quotation (got "a \'b")'),
+    ("[children.'']\nscript = 'x'", "children: must have names (got '')"),
+    (
+        "[children.a]\nscript = 'x'\nreplicas = 100000000",
+        "children.a.replicas: must be at most 65536 (got 100000000)",
+    ),
     (
         '[children.g.children.b]\nscript = "x"\nnnodes = 0',
         "children.g.children.b.nnodes: must be N or MIN:MAX with 1 <= MIN <= MAX (got 0)",
@@ -184,6 +192,26 @@ def test_a_mistake_is_one_line_with_its_table(text: str, message: str) -> None:
     with pytest.raises(SpecError) as raised:
         spec_from_toml(text)
     assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("x = " + "9" * 5000, "must be TOML: Exceeds the limit"),
+        ("x = " + "[" * 3000, "must have groups of at most 32 levels"),
+        (f"[children.a{'.children.a' * 32}]\nscript = 'x'", "must have at most 32 levels"),
+        (f"[children.a{'.children.a' * 900}]\nscript = 'x'", "must have groups of at most 32"),
+    ],
+    ids=["digits", "array", "groups", "many groups"],
+)
+def test_what_is_too_large_is_refused(text: str, problem: str) -> None:
+    with pytest.raises(SpecError, match=problem):
+        spec_from_toml(text)
+
+
+def test_a_directory_has_to_be_text() -> None:
+    with pytest.raises(SpecError, match=r"^cwd: must be"):
+        spec_from_toml("script = 'x'\ncwd = 3", "/srv")
 
 
 def test_every_part_of_a_job_can_be_a_table() -> None:
@@ -231,6 +259,8 @@ def test_several_processes_of_a_type_have_the_next_ports() -> None:
         (["a: b\n\na: c"], "line 3: must be a name that no other line has (got 'a')"),
         ([""], "children: must name a child (got {})"),
         (["a: b", "PORT=x"], "PORT: must be a port (got 'x')"),
+        (["a: b", "PORT=65536"], "PORT: must be a port (got '65536')"),
+        (["a: b", "", "", {"a": 10**8}], "concurrency: must be at most 65536 (got 100000000)"),
         (["a: b", "x"], ".env, line 1: must be NAME=VALUE (got 'x')"),
         (
             ["web: b", "", "", {"wb": 2}],
