@@ -317,7 +317,7 @@ class StatusTracker:
     def find(self, path: str) -> StatusTracker | None:
         """Return the tracker of the child at a path; None for no child."""
         tracker: StatusTracker | None = self
-        for name in filter(None, path.split("/")):
+        for name in path.split("/") if path else ():
             tracker = None if tracker is None else tracker.children.get(name)
         return tracker
 
@@ -327,7 +327,7 @@ class StatusTracker:
         `is_new`: or whether there is no such child yet.
         """
         tracker = self
-        for name in filter(None, path.split("/")):
+        for name in path.split("/") if path else ():
             if name not in tracker.children:
                 return is_new
             tracker = tracker.children[name]

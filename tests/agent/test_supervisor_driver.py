@@ -269,6 +269,19 @@ async def test_children_stop_in_the_reverse_order(tmp_path: Path) -> None:
     assert (tmp_path / "stopped").read_text().split() == ["c", "b", "a"]
 
 
+@pytest.mark.parametrize("path", ["/", "a/", "/a", "a//b", "a/.", " ", "a/b/0", "A"])
+async def test_a_path_of_no_child_is_refused(path: str) -> None:
+    """None of them means the whole job, or waits for an event of that path."""
+    async with Agent(GroupSpec({"a": GroupSpec({"b": leaf()})})) as agent:
+        await until_all_run(agent)
+        for request in (agent.restart(child=path), agent.scale(path, 2), agent.reload(path)):
+            with pytest.raises(SpecError, match=r"^child: must be one of: a, a/b"):
+                await request
+        for ask in (agent.stop, agent.pids, agent.logs):
+            with pytest.raises(SpecError, match=r"^child: must be one of: a, a/b"):
+                ask(child=path)
+
+
 async def test_groups_are_nested(tmp_path: Path) -> None:
     """Paths name the children; directories, roles and run ids follow them."""
     script = "echo $ROLE_NAME $TORCHELASTIC_RUN_ID $RANK $WORLD_SIZE"
