@@ -1081,15 +1081,20 @@ class SupervisorMachine:
         elif child.fate is not None or is_new or child.phase is ChildPhase.WAITING:
             return  # it is started anyway
         elif not child.is_up:
-            if child.budget is not None and child.phase in ENDS:
-                child.budget.clear()
-            self._announce(child, reason)
-            self._schedule(child)
+            self._begin_anew(child, reason)
         elif self._is_alone(child):
             self._ask(child, RestartReceived(reason))
         else:
             self._announce(child, reason)
             self._stop_and_start(child, reason)
+
+    def _begin_anew(self, child: _Child, reason: str) -> None:
+        """Start a child that does not run, with a new budget if it has ended."""
+        child.restarts_at.clear()
+        if child.budget is not None and child.phase in ENDS:
+            child.budget.clear()
+        self._announce(child, reason)
+        self._schedule(child)
 
     def _on_restart_received(self, reason: str) -> None:
         if self._is_ending:
@@ -1098,12 +1103,15 @@ class SupervisorMachine:
         if is_in_order or self._reload is not None:
             self._fail_reload(reason)
         for child in self._members:
+            is_over = child.phase in (ChildPhase.SUCCEEDED, ChildPhase.FAILED)
             if child.phase is ChildPhase.BACKING_OFF:
                 self._schedule(child)
-            elif is_in_order:
-                self._sweep(child, reason)
-            elif child.is_up and child.fate is None:
+            elif is_over and not child.is_up and child.when != "never" and not child.is_kept:
+                self._begin_anew(child, reason)
+            elif child.is_up and child.fate is None and not is_in_order:
                 self._ask(child, RestartReceived(reason))
+            if is_in_order:
+                self._sweep(child, reason)
 
     # ------------------------------------------------------- reloads and scale
 

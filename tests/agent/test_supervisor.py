@@ -771,6 +771,25 @@ def test_a_restart_of_a_child_that_is_being_stopped() -> None:
     assert play.end("a", None) == "+a1"
 
 
+@pytest.mark.parametrize("after", [{}, {"d": ["e"]}])
+def test_a_restart_of_the_whole_group_starts_what_has_ended(after: Any) -> None:
+    """But not what was stopped by request, or never restarts."""
+    children = {"a": leaf(), "b": leaf(), "c": NEVER, "d": leaf(), "e": leaf()}
+    play = started(group(children, essential=["e"], after=after))
+    play.end("a")
+    play.end("b", 1)
+    play.end("c")
+    play.stop("d")
+    play.end("d", None)
+    effects = play(RestartReceived("why"))
+    if after:
+        assert effects == "-e"
+        assert play.end("e", None) == "+a1, +b1, +e1"
+    else:
+        assert effects == "RestartChild e, +a1, +b1"
+        assert play.events[0].startswith("a ChildRestarting: restarting: why")
+
+
 def test_a_restart_of_the_whole_group() -> None:
     assert started(group("a b"))(RestartReceived("why")) == "restart a, restart b"
     play = started(group("a b", after={"b": ["a"]}))

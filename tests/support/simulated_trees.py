@@ -500,7 +500,8 @@ class TreeRules:
     # --------------------------------------------------------------- inputs
 
     def _note(self, received: Any) -> None:
-        if isinstance(received, ChildRestartReceived | ReloadReceived | ScaleReceived):
+        granting = ChildRestartReceived | RestartReceived | ReloadReceived | ScaleReceived
+        if isinstance(received, granting):
             self._granted.clear()
         if isinstance(received, ChildRequest | RestartReceived):
             self._again |= self._finished.keys()
