@@ -218,10 +218,17 @@ def add_child(parser: OptionParser) -> None:
     )
 
 
+def check_not_empty(name: str, child: str | None) -> None:
+    """Raise UsageError for the empty name of a child, such as a variable that is not set."""
+    if child == "":
+        raise invalid_value(name, "must not be empty: leave it out for the whole job", child)
+
+
 def with_child(
     name: str | None, child: str | None, jobs: Sequence[RunningJob] | None = None
 ) -> tuple[str | None, str]:
     """Return the names of a job and of its child; a name alone may be that of a child."""
+    check_not_empty("CHILD", child)
     if child is not None:
         return name, child
     jobs = find_jobs() if jobs is None else jobs
@@ -501,7 +508,7 @@ def main_signal(argv: Sequence[str]) -> int:
         "words", nargs="*", metavar="[JOB] SIGNAL", help=f"such as USR1 or 10; {_MUST_NAME}"
     )
     parser.add_argument("--rank", metavar="N", help="global rank of the only worker to get it")
-    parser.add_argument("--child", default="", help="path of the only child to get it")
+    parser.add_argument("--child", help="path of the only child to get it")
     arguments = parser.parse_args(argv)
     if not 1 <= len(arguments.words) <= 2:
         raise UsageError("SIGNAL: must be given, after JOB if that is given too")
@@ -510,17 +517,19 @@ def main_signal(argv: Sequence[str]) -> int:
     rank = None
     if arguments.rank is not None and (rank := parse_int(arguments.rank)) is None:
         raise invalid_value("--rank", "must be a whole number", arguments.rank)
+    check_not_empty("--child", arguments.child)
+    child = arguments.child or ""
     job = choose_job_to_change(name[0] if name else None)
-    check_child(job, arguments.child)
+    check_child(job, child)
     if rank is not None and job.status is not None:
-        leaves = (job.status.find(arguments.child) or job.status).leaves
+        leaves = (job.status.find(child) or job.status).leaves
         workers = [worker for leaf in leaves for worker in leaf.workers]
         running = [one.rank for one in workers if one.state == "running"]
         if rank not in running:
             known = format_ranks(running) or "none"
             problem = f"must be the rank of a running worker of this node: {known}"
             raise invalid_value("--rank", problem, arguments.rank)
-    reply = run_blocking(CommandClient(job).signal(number, rank, child=arguments.child))
+    reply = run_blocking(CommandClient(job).signal(number, rank, child=child))
     sent = signal_name(number)
     print(f"job {job}: {sent} sent to {counted(len(reply.pids), 'worker')}", flush=True)
     if reply.unhandled and number != signal.SIGKILL:

@@ -315,6 +315,11 @@ def test_ps_without_a_job(ask: Ask) -> None:
         (["events", "a", "--rdzv-id", "b"], "JOB: has no effect with --rdzv-endpoint"),
         (["why", "--from", "/nowhere"], "--from: cannot be read: no such file or directory"),
         (["why", "a", "--from", "/nowhere"], "JOB: has no effect with --from"),
+        (["stop", "a", ""], "CHILD: must not be empty: leave it out for the whole job (got '')"),
+        (["restart", "a", ""], "CHILD: must not be empty"),
+        (["reload", "a", ""], "CHILD: must not be empty"),
+        (["scale", "a", "", "3"], "CHILD: must not be empty"),
+        (["signal", "a", "USR1", "--child", ""], "--child: must not be empty"),
     ],
 )
 def test_bad_arguments(argv: list[str], problem: str, ask: Ask) -> None:
