@@ -1090,7 +1090,6 @@ class SupervisorMachine:
 
     def _begin_anew(self, child: _Child, reason: str) -> None:
         """Start a child that does not run, with a new budget if it has ended."""
-        child.restarts_at.clear()
         if child.budget is not None and child.phase in ENDS:
             child.budget.clear()
         self._announce(child, reason)

@@ -537,8 +537,11 @@ class SupervisorDriver(BaseDriver):
     async def open(self) -> None:
         """Check the children, make the directory of the run, and start the first of them."""
         is_outermost = self._parent is None
-        for spec in leaves_of(self._spec) if is_outermost else ():
-            check_file_size(spec, resolve_nproc(spec))
+        for path, spec in leaves_of(self._spec).items() if is_outermost else ():
+            try:
+                check_file_size(spec, resolve_nproc(spec))
+            except SpecError as error:
+                raise _of_child(error, path) from None
         log_dir = self._parts.open() if is_outermost else None
         if not (is_outermost and [*self._machine.children] == [""]):
             self._event_log.append(
@@ -670,9 +673,13 @@ class SupervisorDriver(BaseDriver):
             start.driver.finds_lost_jobs, self.finds_lost_jobs = self.finds_lost_jobs, False
             await start.driver.open()
         except (SpecError, HostError, SpawnError) as error:
-            is_wrong = isinstance(error, SpecError)
-            self.refusal = error, str(error)
-            outcome = JobOutcome(JobState.FAILED, str(error), 2 if is_wrong else 1)
+            is_wrong, refusal = isinstance(error, SpecError), error
+            if isinstance(error, SpecError):
+                of_workers = isinstance(self._machine.spec, LaunchSpec)  # who have one spec
+                path = self._path if of_workers else joined(self._path, effect.name)
+                refusal = _of_child(error, path)
+            self.refusal = refusal, str(refusal)
+            outcome = JobOutcome(JobState.FAILED, str(refusal), 2 if is_wrong else 1)
             self._end_start(effect, outcome, is_permanent=is_wrong)
             return
         start.driver.done.add_done_callback(lambda _: self._on_child_done(start))
@@ -924,3 +931,11 @@ def _has_children(effect: StartChild) -> bool:
     """Return whether a child is a group, or independent workers, with a supervisor of its own."""
     spec = effect.spec
     return isinstance(spec, GroupSpec) or (effect.rank is None and spec.restart.scope != "group")
+
+
+def _of_child(error: SpecError, path: str) -> SpecError:
+    """Return an error about the spec of a child that names the child, as a file does."""
+    if not path:
+        return error
+    where = ".".join(f"children.{name}" for name in path.split("/"))
+    return SpecError(f"{where}.{error.field}", error.value, error.problem)

@@ -164,7 +164,7 @@ class GroupSpec(SpecValue, prefix=""):
             problem = "must not be set: a child has the id of its job, and its name"
             raise SpecError(f"{where}.run_id", child.run_id, problem)
         is_alone = self.strategy == "one_for_one"
-        for leaf in () if is_alone and not is_restarted(self) else leaves_of(child):
+        for leaf in () if is_alone and not is_restarted(self) else leaves_of(child).values():
             if leaf.nnodes.maximum > 1:
                 setting = "restarts of the group" if is_alone else f"strategy {self.strategy!r}"
                 problem = f"must be 1 with {setting}: other nodes restart no child"
@@ -279,14 +279,14 @@ def _cycle(name: str, found: Container[str], after: Mapping[str, tuple[str, ...]
         path.append(name)
 
 
-def leaves_of(spec: AnySpec) -> list[LaunchSpec]:
-    """Return a leaf itself; of a group, those of all groups below it too."""
-    return [spec] if isinstance(spec, LaunchSpec) else [leaf for _, leaf in spec.leaves()]
+def leaves_of(spec: AnySpec) -> dict[str, LaunchSpec]:
+    """Return the leaves of a group by their path; of a leaf, itself by an empty one."""
+    return {"": spec} if isinstance(spec, LaunchSpec) else dict(spec.leaves())
 
 
 def spans_nodes(spec: AnySpec) -> bool:
     """Return whether a leaf has several nodes: its run cannot begin again once it has ended."""
-    return any(leaf.nnodes.maximum > 1 for leaf in leaves_of(spec))
+    return any(leaf.nnodes.maximum > 1 for leaf in leaves_of(spec).values())
 
 
 def restart_ends_run(spec: AnySpec) -> bool:
@@ -400,16 +400,12 @@ def check_reload(former: AnySpec, spec: AnySpec, *, is_whole: bool) -> None:
     if is_whole and not is_same_kind(former, spec):
         kind = "GroupSpec" if isinstance(former, GroupSpec) else "LaunchSpec of independent workers"
         raise SpecError("spec", type(spec).__name__, f"must be a {kind}, as the running one")
-    before, after = _leaves_by_path(former), _leaves_by_path(spec)
+    before, after = leaves_of(former), leaves_of(spec)
     changed = [path for path in before.keys() & after.keys() if before[path] != after[path]]
     for leaf in [found[path] for path in sorted(changed) for found in (before, after)]:
         if leaf.nnodes.maximum > 1:
             raise SpecError("nnodes", str(leaf.nnodes), "must be 1 for another spec")
     group_of(spec) if is_whole else None
-
-
-def _leaves_by_path(spec: AnySpec) -> dict[str, LaunchSpec]:
-    return {"": spec} if isinstance(spec, LaunchSpec) else dict(spec.leaves())
 
 
 def reports_ready(spec: AnySpec) -> bool:

@@ -786,7 +786,7 @@ def test_a_restart_of_the_whole_group_starts_what_has_ended(after: Any) -> None:
         assert effects == "-e"
         assert play.end("e", None) == "+a1, +b1, +e1"
     else:
-        assert effects == "RestartChild e, +a1, +b1"
+        assert effects == "restart e, +a1, +b1"
         assert play.events[0].startswith("a ChildRestarting: restarting: why")
 
 

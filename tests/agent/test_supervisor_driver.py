@@ -595,8 +595,22 @@ async def test_a_child_that_cannot_be_opened_is_an_error_of_the_job(tmp_path: Pa
     """One line, before any other child that is after it starts; also deep in a tree."""
     bad = leaf(logs=LogSpec(log_dir="/proc/none", redirects=3))
     group = GroupSpec({"bad": bad, "b": leaf()}, after={"b": ["bad"]})
-    for spec in (group, GroupSpec({"a": leaf(), "group": group})):
-        with pytest.raises(SpecError, match=r"^logs\.log_dir: "):
+    below = GroupSpec({"a": leaf(), "group": group})
+    for spec, where in (group, "children.bad"), (below, "children.group.children.bad"):
+        with pytest.raises(SpecError, match=rf"^{where}\.logs\.log_dir: "):
+            await launch(spec)
+
+
+async def test_a_child_that_does_not_fit_this_host_is_named() -> None:
+    nowhere = leaf(sockets=["tcp://192.0.2.1:80"])
+    pool = workers(2, sockets=["tcp://192.0.2.1:80"])
+    for spec, field in (
+        (GroupSpec({"a": leaf(), "b": leaf(nproc_per_node="xpu")}), "children.b.nproc_per_node"),
+        (GroupSpec({"a": leaf(), "b": nowhere}), "children.b.sockets"),
+        (GroupSpec({"a": leaf(), "b": pool}), "children.b.sockets"),
+        (pool, "sockets"),
+    ):
+        with pytest.raises(SpecError, match=rf"^{field}: "):
             await launch(spec)
 
 
