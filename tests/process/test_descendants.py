@@ -511,6 +511,7 @@ def test_scans_of_several_jobs_wait_once_for_an_exec(
     child = family.start("sleep", "99", env={f"{MARKER}_2": "1"})
     exec_under_way = family.start("sleep", "99")
     read = proc.read
+    until_sync(lambda: bool(read(child.pid, "environ")))
 
     def hide(pid: int, name: str) -> bytes | None:
         is_hidden = pid == exec_under_way.pid and name in ("environ", "cmdline")
