@@ -34,6 +34,7 @@ from elastic_aio.agent.machine import (
 from elastic_aio.agent.preflight import check_file_size, resolve_nproc
 from elastic_aio.agent.runtime import LocalRuntime, remove_old_runs
 from elastic_aio.agent.supervisor import (
+    ENDS,
     Arm,
     AskChild,
     ChildEffect,
@@ -390,7 +391,7 @@ class SupervisorDriver(BaseDriver):
         self._timers: dict[str, asyncio.Task[Any]] = {}
         self._results: dict[str, LaunchResult] = {}
         # Open over all starts of a child; all independent workers have the same.  While a reload
-        # changes them, both are open.
+        # changes them, both are open, and share what stays.
         self._listeners: dict[tuple[str, tuple[SocketSpec, ...]], Listeners] = {}
         self._ended: dict[str, deque[AttemptResult]] = {}
         self._opening = asyncio.Lock()
@@ -606,7 +607,7 @@ class SupervisorDriver(BaseDriver):
                 log = ChildLog(self._parts.event_log, joined(self._path, name))
                 log.append(replace(event, attempt=log.tracker.attempt))
                 if isinstance(event, ChildFinished):
-                    self._close_listeners(name)
+                    self._close_unused()
             case StartChild():
                 start = self._starts[effect.name, effect.generation] = _Start(effect)
                 self._run(effect, self._start(start))
@@ -694,25 +695,43 @@ class SupervisorDriver(BaseDriver):
             start.over.set_result(None)
             ended = ChildEnded(effect.name, effect.generation, outcome, is_permanent=is_permanent)
             self.receive(ended)
+            self._close_unused()
 
     async def _open_listeners(self, effect: StartChild) -> Listeners | None:
         """Return the sockets of a leaf, which are open already after its first start."""
-        spec, name = effect.spec, effect.name if effect.rank is None else ""
+        spec = effect.spec
         if not isinstance(spec, LaunchSpec) or not spec.sockets or _has_children(effect):
             return None
         async with self._opening:  # of several workers the first binds them
-            if (found := self._listeners.get((name, spec.sockets))) is not None:
+            name, sockets = key = self._socket_key(effect.name, spec)
+            if (found := self._listeners.get(key)) is not None:
                 return found
             from elastic_aio.process.listeners import Listeners  # few jobs have sockets
 
-            listeners = Listeners(spec.sockets)
+            listeners = Listeners(sockets)
             nproc = resolve_nproc(spec) if effect.rank is None else effect.world_size
-            await listeners.open(nproc)
-            self._listeners[name, spec.sockets] = listeners
+            former = [one for (other, _), one in self._listeners.items() if other == name]
+            await listeners.open(nproc, former)
+            self._listeners[key] = listeners
+            self._close_unused()
         return listeners
 
-    def _close_listeners(self, name: str) -> None:
-        for key in [key for key in self._listeners if key[0] == name]:
+    def _socket_key(self, name: str, spec: AnySpec) -> tuple[str, tuple[SocketSpec, ...]]:
+        is_worker = isinstance(self._spec, LaunchSpec)
+        return "" if is_worker else name, spec.sockets if isinstance(spec, LaunchSpec) else ()
+
+    def _close_unused(self) -> None:
+        """Close the sockets that no start of a child has, and none will have."""
+        if not self._listeners:
+            return
+        used = {self._socket_key(one.effect.name, one.effect.spec) for one in self._starts.values()}
+        for name, child in self._machine.children.items():
+            if child.phase in ENDS:
+                continue
+            used.add(key := self._socket_key(name, child.spec))
+            if key[1] and key not in self._listeners:  # its next start takes addresses over
+                used |= {one for one in self._listeners if one[0] == key[0]}
+        for key in self._listeners.keys() - used:
             self._listeners.pop(key).close()
 
     def _make_driver(self, start: _Start, listeners: Listeners | None) -> BaseDriver:
@@ -827,6 +846,7 @@ class SupervisorDriver(BaseDriver):
             is_permanent=driver.is_permanent or driver.error is not None,
         )
         self.receive(ended)
+        self._close_unused()
 
     def _note_result(self, name: str, result: LaunchResult) -> None:
         """Keep the result of the latest start of a child, with the attempts of all its starts."""

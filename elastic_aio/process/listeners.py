@@ -9,6 +9,8 @@ import stat
 from collections.abc import Sequence
 from contextlib import suppress
 
+from msgspec import Struct
+
 from elastic_aio.aio import run_in_thread
 from elastic_aio.errors import HostError, SpecError
 from elastic_aio.sockets import BACKLOG, Address, look_up, port_owner
@@ -28,10 +30,10 @@ class Listeners:
     def __init__(self, specs: Sequence[SocketSpec]) -> None:
         """Prepare; nothing is bound before `open`."""
         self._specs = specs
-        self._shared: dict[SocketSpec, socket.socket] = {}
-        self._own: dict[tuple[SocketSpec, int], socket.socket] = {}  # by local rank too
-        self._addresses: dict[SocketSpec, Address] = {}
-        self._paths: list[tuple[str, os.stat_result]] = []
+        # By address, and for a socket of one worker by local rank.
+        self._sockets: dict[tuple[str, int | None], socket.socket] = {}
+        self._addresses: dict[str, Address] = {}
+        self._paths: dict[str, _Path] = {}
 
     def __repr__(self) -> str:
         return f"<Listeners at {', '.join(spec.address for spec in self._specs)}>"
@@ -41,8 +43,10 @@ class Listeners:
         """The value of `LISTEN_FDNAMES`."""
         return ":".join(spec.name or "unknown" for spec in self._specs)
 
-    async def open(self, nproc: int) -> None:
+    async def open(self, nproc: int, former: Sequence[Listeners] = ()) -> None:
         """Bind all sockets of so many workers, which listen from now on.
+
+        An address that one of the `former` has is taken over: it is open until both are closed.
 
         Cancellation: nothing is left open.
 
@@ -52,7 +56,8 @@ class Listeners:
         """
         try:
             for spec in self._specs:
-                await self._open(spec, nproc)
+                if not any(one._share(spec, self) for one in former):
+                    await self._open(spec, nproc)
         except BaseException:  # a cancellation too
             self.close()
             raise
@@ -60,17 +65,27 @@ class Listeners:
     async def _open(self, spec: SocketSpec, nproc: int) -> None:
         try:
             if spec.path is not None:
-                self._shared[spec] = self._bind_path(spec.path)
+                self._sockets[spec.address, None] = self._bind_path(spec.path)
                 return
-            host, port = spec.host_port
-            self._addresses[spec] = await _resolve(host, port)
-            if spec.reuse_port:
-                for local_rank in range(nproc):
-                    self._own[spec, local_rank] = self._bind(spec)
-            else:
-                self._shared[spec] = self._bind(spec)
+            self._addresses[spec.address] = await _resolve(*spec.host_port)
+            for local_rank in range(nproc) if spec.reuse_port else (None,):
+                self._sockets[spec.address, local_rank] = self._bind(spec)
         except OSError as error:
             raise await _refusal(spec, error) from error
+
+    def _share(self, spec: SocketSpec, new: Listeners) -> bool:
+        """Give other listeners a copy of the sockets at an address; return whether there are."""
+        found = {key: one for key, one in self._sockets.items() if key[0] == spec.address}
+        if not found or ((spec.address, None) in found) is spec.reuse_port:
+            return False
+        for key, one in found.items():
+            new._sockets[key] = one.dup()
+        if spec.address in self._addresses:
+            new._addresses[spec.address] = self._addresses[spec.address]
+        if (path := self._paths.get(spec.address)) is not None:
+            path.users += 1
+            new._paths[spec.address] = path
+        return True
 
     def descriptors(self, local_rank: int) -> tuple[int, ...]:
         """Return the sockets of a worker, in their order, or raise OSError.
@@ -80,14 +95,13 @@ class Listeners:
         return tuple(self._socket(spec, local_rank).fileno() for spec in self._specs)
 
     def _socket(self, spec: SocketSpec, local_rank: int) -> socket.socket:
-        if not spec.reuse_port:
-            return self._shared[spec]
-        if (spec, local_rank) not in self._own:
-            self._own[spec, local_rank] = self._bind(spec)
-        return self._own[spec, local_rank]
+        key = spec.address, local_rank if spec.reuse_port else None
+        if key not in self._sockets:
+            self._sockets[key] = self._bind(spec)
+        return self._sockets[key]
 
     def _bind(self, spec: SocketSpec) -> socket.socket:
-        family, address = self._addresses[spec]
+        family, address = self._addresses[spec.address]
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -112,7 +126,7 @@ class Listeners:
                     raise
                 os.unlink(path)
                 sock.bind(path)
-            self._paths.append((path, os.stat(path)))
+            self._paths[f"unix://{path}"] = _Path(path, os.stat(path))
             sock.listen(BACKLOG)
         except BaseException:  # it does not stay open
             sock.close()
@@ -121,15 +135,23 @@ class Listeners:
 
     def close(self) -> None:
         """Close all sockets, and remove the paths that are still theirs.  Idempotent."""
-        for sock in (*self._shared.values(), *self._own.values()):
+        for sock in self._sockets.values():
             sock.close()
-        self._shared.clear()
-        self._own.clear()
+        self._sockets.clear()
         while self._paths:
-            path, made = self._paths.pop()
+            _, path = self._paths.popitem()
+            path.users -= 1
             with suppress(OSError):  # it was removed
-                if os.path.samestat(os.stat(path), made):
-                    os.unlink(path)
+                if not path.users and os.path.samestat(os.stat(path.name), path.made):
+                    os.unlink(path.name)
+
+
+class _Path(Struct):
+    """The path of a socket that listeners have made; `users` of them have it open."""
+
+    name: str
+    made: os.stat_result
+    users: int = 1
 
 
 def _is_stale(path: str) -> bool:

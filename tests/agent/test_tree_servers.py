@@ -6,8 +6,9 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Container
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from elastic_aio import Agent, GroupSpec, LaunchSpec, LogSpec, RestartPolicy, SpecError, launch
 from elastic_aio.child_events import ChildLaunched, ReadinessChanged
 from elastic_aio.spec.probe import LogMatch, Tcp
+from elastic_aio.spec.sockets import SocketSpec
 from tests.agent.test_supervisor_driver import leaf, order, until_all_run
 from tests.support.children import python, until
 from tests.support.leaks import open_descriptors
@@ -84,6 +86,12 @@ def versions(answers: list[str]) -> set[str]:
     return {answer.partition(" ")[0] for answer in answers}
 
 
+def new_descriptors(before: Container[int]) -> dict[int, str]:
+    """Return what is open and was not; a loop keeps /dev/null open for its own streams."""
+    now = open_descriptors().items()
+    return {fd: what for fd, what in now if fd not in before and what != "/dev/null"}
+
+
 @pytest.mark.both_loops
 async def test_reloads_refuse_no_connection() -> None:
     """Three versions one after the other, and a broken one, which never serves."""
@@ -107,9 +115,44 @@ async def test_reloads_refuse_no_connection() -> None:
             await until(lambda: len(answers) > 50)
         assert "" not in answers
         assert versions(answers) == {"v3"}
-    # A loop keeps /dev/null open for its own streams.
-    left = {fd: what for fd, what in open_descriptors().items() if fd not in before}
-    assert not {fd: what for fd, what in left.items() if what != "/dev/null"}
+    assert new_descriptors(before) == {}
+
+
+@pytest.mark.parametrize("scope", ["worker", "group"])
+@pytest.mark.parametrize("reuse_port", [False, True])
+async def test_a_reload_changes_sockets_and_keeps_an_address(
+    scope: Any, reuse_port: bool, tmp_path: Path
+) -> None:
+    """What stays is taken over, what is new is opened, what is gone is closed with its workers."""
+    ports, before = [free_port(), free_port()], open_descriptors()
+    kept, renamed = (
+        SocketSpec(f"tcp://127.0.0.1:{ports[0]}", name=name, reuse_port=reuse_port)
+        for name in ("kept", "renamed")
+    )
+    paths = [tmp_path / name for name in ("gone", "new", "both")]
+    gone, new, both = (SocketSpec(f"unix://{path}") for path in paths)
+    policy = RestartPolicy(scope=scope, backoff=None)
+    old = servers(ports[0], "v0", 2).replace(sockets=[kept, gone, both], restart=policy)
+    tcp = f"tcp://127.0.0.1:{ports[1]}"
+    changes: dict[str, Any] = {"sockets": [renamed, both, new, tcp]}
+    async with Agent(GroupSpec({"web": old, "other": leaf()})) as agent:
+        await until_all_run(agent)
+        async with clients(ports[0], 2) as answers:
+            broken = old.replace(entrypoint=python("raise SystemExit(3)"), **changes)
+            if scope == "worker":
+                assert not await agent.reload("web", broken)
+                assert [path.exists() for path in paths] == [True, False, True]
+            made = python(SERVER.replace("VERSION", "v1"))
+            assert await agent.reload("web", old.replace(entrypoint=made, **changes))
+            await until(lambda: agent.children()["web"].is_ready)
+            answers.clear()
+            await until(lambda: len(answers) > 20)
+        assert versions(answers) == {"v1"}
+        await until(lambda: not paths[0].exists())
+        assert [path.exists() for path in paths] == [False, True, True]
+        socket.create_connection(("127.0.0.1", ports[1]), timeout=5).close()
+    assert not [path for path in paths if path.exists()]
+    assert new_descriptors(before) == {}
 
 
 async def test_a_crash_and_a_scale_refuse_no_connection() -> None:
