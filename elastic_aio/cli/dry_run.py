@@ -26,9 +26,12 @@ from elastic_aio.hardware.cpus import format_cpus
 from elastic_aio.logs.paths import StreamPlan, StreamTarget, filtered_logs, plan_logs, run_prefix
 from elastic_aio.ranks import NodeSize, WorkerRanks, assign_node_ranks
 from elastic_aio.spec.checks import UsageError
+from elastic_aio.spec.fields import SpecValue, spec_fields
 from elastic_aio.spec.job import Function, LaunchSpec
 from elastic_aio.spec.restart import UNLIMITED
 from elastic_aio.worker.context import REAL_LOCAL_RANK, WorkerContext
+
+_SETTINGS: Final = ("ready", "alive", "sockets", "limits")
 
 _RANDOM: Final = "<random>"
 _FREE_PORT: Final = "<a free port>"
@@ -85,6 +88,7 @@ def plan_lines(
     yield f"workers on this node: {nproc}"
     yield f"restarts: {'unlimited' if spec.max_restarts == UNLIMITED else spec.max_restarts}"
     yield f"stop: {spec.stop}"
+    yield from setting_lines(spec)
     yield f"logs: {directory or 'none'}"
     for name, path in filtered_logs(spec.logs, directory, 0).items():
         yield f"selected lines of {name}: {path}"
@@ -93,13 +97,34 @@ def plan_lines(
     for ranks, env in zip(workers, environments, strict=True):
         logs = plan_logs(spec.logs, directory, 0, ranks.local_rank)
         yield f"worker {ranks.local_rank}:"
-        yield f"  command: {_command(spec, ranks.local_rank)}"
+        yield f"  command: {command_text(spec, ranks.local_rank)}"
         if cpus:
             yield f"  cpus: {format_cpus(cpus[ranks.local_rank])}"
         yield f"  stdout: {_target(logs.stdout)}"
         yield f"  stderr: {_target(logs.stderr)}"
         own = sorted(env.keys() - common)
         yield "  environment: " + " ".join(f"{name}={shlex.quote(env[name])}" for name in own)
+
+
+def setting_lines(spec: LaunchSpec) -> Iterator[str]:
+    """Yield which workers restart and when, their probes, sockets and limits, as far as set."""
+    if spec.restart.scope != "group":
+        yield f"restart scope: {spec.restart.scope}"
+    if spec.restart.when != "on-failure":
+        yield f"restart: {spec.restart.when}"
+    for name in _SETTINGS:
+        value = getattr(spec, name)
+        for one in value if isinstance(value, tuple) else filter(None, [value]):
+            yield f"{name}: {_set_fields(one) if isinstance(one, SpecValue) else one}"
+
+
+def _set_fields(value: SpecValue) -> str:
+    """Return a value as its constructor takes it, without defaults."""
+    fields = {name: each.default for name, each in spec_fields(type(value)).items()}
+    shown = [
+        f"{one}={getattr(value, one)!r}" for one in fields if getattr(value, one) != fields[one]
+    ]
+    return f"{type(value).__name__}({', '.join(shown)})"
 
 
 def _nodes(spec: LaunchSpec) -> Iterator[str]:
@@ -146,14 +171,18 @@ def _environment(
     if spec.virtual_local_rank:
         own |= {"LOCAL_RANK": "0", REAL_LOCAL_RANK: str(ranks.local_rank)}
         own |= device_env(spec, ranks.local_rank)
+    if spec.worker_env:
+        own |= spec.worker_env[ranks.local_rank]
     env = worker_env(spec, ranks.local_world_size, own)
     return {name: value for name, value in env.items() if inherited.get(name) != value}
 
 
-def _command(spec: LaunchSpec, local_rank: int) -> str:
+def command_text(spec: LaunchSpec, local_rank: int) -> str:
+    """Return what a worker runs, as a shell reads it."""
+    args = spec.args + (spec.worker_args[local_rank] if spec.worker_args else ())
     if isinstance(spec.entrypoint, Function):
-        return "a function worker that runs " + shlex.join(map(str, spec.args))
-    return shlex.join(worker_argv(spec, local_rank))
+        return "a function worker that runs " + shlex.join(map(str, args))
+    return shlex.join(worker_argv(spec, local_rank, args))
 
 
 def _target(plan: StreamPlan) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -17,6 +18,7 @@ from elastic_aio.spec.fields import Option, spec_fields
 from elastic_aio.spec.files import spec_from_procfile, spec_from_toml
 from elastic_aio.spec.group import AnySpec, GroupSpec
 from elastic_aio.spec.logs import LogSpec
+from elastic_aio.spec.restart import restarts_text
 from elastic_aio.text import counted, error_reason
 
 if TYPE_CHECKING:
@@ -113,14 +115,14 @@ def _text_of(path: str) -> str:
         raise invalid_value("FILE", f"cannot be read: {error_reason(error)}", path) from None
 
 
-def plan_lines(spec: AnySpec, name: str = "") -> Iterator[str]:
+def plan_lines(spec: AnySpec, name: str = "job") -> Iterator[str]:
     """Yield what would be started, in the order of the starts; an indent for each level."""
     if not isinstance(spec, GroupSpec):
-        yield f"{name or 'job'}: {_leaf(spec)}"
+        yield from _leaf_lines(spec, name)
         return
     ends = [f"ends with {' or '.join(spec.ends_with)}"] if spec.ends_with else []
     rules = [spec.strategy, *ends]
-    yield f"{name or 'job'}: {counted(len(spec.children), 'child', 'children')}, {', '.join(rules)}"
+    yield f"{name}: {counted(len(spec.children), 'child', 'children')}, {', '.join(rules)}"
     for child in spec.order:
         notes = [f"after {', '.join(spec.after[child])}"] if spec.after.get(child) else []
         notes += [] if spec.is_essential(child) else ["not essential"]
@@ -129,10 +131,15 @@ def plan_lines(spec: AnySpec, name: str = "") -> Iterator[str]:
         yield from (f"  {line}" for line in rest)
 
 
-def _leaf(spec: LaunchSpec) -> str:
-    kind = "worker" if spec.restart.scope == "group" else "independent worker"
+def _leaf_lines(spec: LaunchSpec, name: str) -> Iterator[str]:
+    from elastic_aio.cli.dry_run import command_text, setting_lines
+
     number = spec.nproc_per_node
-    workers = counted(number, kind) if isinstance(number, int) else f"{kind}s: {number}"
-    restarts = spec.restart.when if spec.restart.when != "on-failure" else f"{spec.max_restarts}"
-    ready = f", ready: {spec.ready}" if spec.ready is not None else ""
-    return f"{workers} of {spec.name}, restarts: {restarts}, stop: {spec.stop}{ready}"
+    workers = counted(number, "worker") if isinstance(number, int) else f"workers: {number}"
+    restarts = "" if spec.restart.when == "always" else f", {restarts_text(spec.max_restarts)}"
+    yield f"{name}: {workers}{restarts}, stop: {spec.stop}"
+    for rank in range(len(spec.worker_args) or 1):
+        yield f"  command: {command_text(spec, rank)}"
+    yield from (f"  {line}" for line in setting_lines(spec))
+    for env in filter(None, (spec.env, *spec.worker_env)):
+        yield "  env: " + " ".join(f"{one}={shlex.quote(env[one])}" for one in env)

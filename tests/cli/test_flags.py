@@ -13,10 +13,11 @@ import pytest
 
 from elastic_aio.agent.preflight import hostname
 from elastic_aio.cli import main, main_launch, main_torchrun
+from elastic_aio.cli.dry_run import plan_lines
 from elastic_aio.cli.run_options import parse_run
 from elastic_aio.hardware.cpus import format_cpus
 from elastic_aio.spec.checks import UsageError
-from elastic_aio.spec.job import Function, Script
+from elastic_aio.spec.job import Function, LaunchSpec, Script
 from tests.support.cli import CLI, Ended, run_program
 from tests.support.sockets import free_port
 
@@ -277,6 +278,31 @@ def test_a_dry_run_starts_nothing(
         assert text in ended.out
     assert not logs.exists()
     assert noted(script) == []
+
+
+def test_a_dry_run_shows_probes_sockets_and_restarts(run_here: RunHere) -> None:
+    ended = run_here("--dry-run", "--restart-scope=worker", "--restart=always",
+                     "--ready=tcp://127.0.0.1:1", "--alive=http://127.0.0.1:1/a",
+                     "--socket=web=tcp://127.0.0.1:1", "--no-python", "true")  # fmt: skip
+    assert (ended.code, ended.err) == (0, "")
+    for line in (
+        "restart scope: worker",
+        "restart: always",
+        "ready: Tcp(address='127.0.0.1:1')",
+        "alive: Http(url='http://127.0.0.1:1/a')",
+        "sockets: SocketSpec(address='tcp://127.0.0.1:1', name='web')",
+    ):
+        assert f"\n{line}\n" in ended.out
+    assert "limits" not in ended.out
+
+
+def test_the_plan_shows_what_each_worker_gets() -> None:
+    own = {"worker_args": [["--a"], ["--b"]], "worker_env": [{"A": "1"}, {"A": "2"}]}
+    fields: dict[str, Any] = {"limits": {"nice": 3}, **own}
+    lines = [*plan_lines(LaunchSpec(["x", "y"], nproc_per_node=2, **fields), 2, [], {})]
+    assert "limits: LimitSpec(nice=3)" in lines
+    assert [one for one in lines if "command:" in one] == [f"  command: x y --{o}" for o in "ab"]
+    assert [" A=1 " in one for one in lines if "environment:" in one] == [True, False]
 
 
 def test_a_dry_run_of_several_nodes(run_here: RunHere) -> None:

@@ -145,14 +145,15 @@ def test_a_dry_run_starts_nothing(tmp_path: Path) -> None:
     (tmp_path / "jobs.toml").write_text(JOBS)
     ended = run_program([*CLI, "up", "--dry-run"], cwd=tmp_path)
     assert ended.code == 0, ended.err
-    first, *lines = ended.out.splitlines()
-    assert first == "job: 4 children, one_for_one, ends with trainer"
-    assert [line.split(":")[0].strip() for line in lines] == [
-        "server",
-        "trainer",
-        "web",
-        "sidecar",
-    ]
+    lines = ended.out.splitlines()
+    assert lines[0] == "job: 4 children, one_for_one, ends with trainer"
+    children = [one.partition(":")[0].strip() for one in lines[1:] if one[2] != " "]
+    assert children == ["server", "trainer", "web", "sidecar"]
+    place = lines.index(
+        "  trainer: 1 worker, 0 restarts, stop: SIGTERM 25 s, SIGKILL; after server"
+    )
+    assert lines[place + 1] == ("    command: sh -c 'until [ -e go ]; do sleep 0.02; done; exit 7'")
+    assert "    restart scope: worker" in lines[place + 2 :]
     assert not (tmp_path / "server.0").exists()
 
 
