@@ -230,11 +230,11 @@ class BaseDriver(ABC):
     async def open(self) -> None:
         """Start the job, or raise SpecError or HostError."""
 
-    @abstractmethod
     def request_stop(
         self, reason: str, signal: int | None = None, plan: StopPlan | None = None
     ) -> None:
         """End the job by its stop plan or by `plan`, which then starts with `signal`."""
+        self.receive(StopReceived(reason, signal, plan))
 
     @abstractmethod
     def request_restart(self, reason: str) -> None:
@@ -507,11 +507,6 @@ class Driver(BaseDriver):
         self._begin(Start())
 
     # -------------------------------------------------------------- requests
-
-    def request_stop(
-        self, reason: str, signal: int | None = None, plan: StopPlan | None = None
-    ) -> None:
-        self.receive(StopReceived(reason, signal, plan))
 
     def request_restart(self, reason: str) -> None:
         self.check_restart()

@@ -346,20 +346,6 @@ _Budget = tuple[str, RestartBudget | None]
 """When a child is restarted, and its budget unless it restarts itself."""
 
 
-class ChildState(Struct, frozen=True):
-    """A child as its supervisor sees it.
-
-    `generation` is the latest, -1 before the first start; `restarts` counts its own too.
-    """
-
-    phase: ChildPhase
-    spec: AnySpec
-    generation: int
-    restarts: int
-    is_ready: bool
-    is_essential: bool
-
-
 class _Fate(IntEnum):
     """What follows when a child that is to be stopped has ended; the greatest counts."""
 
@@ -371,8 +357,12 @@ class _Fate(IntEnum):
     END = 5
 
 
-class _Child:
-    """The state of a child; `retiring` generations are being stopped beside the present one."""
+class ChildState:
+    """A child as its supervisor sees it; only that changes it.
+
+    `generation` is the latest, -1 before the first start; `retiring` ones are being stopped beside
+    it.
+    """
 
     def __init__(self, name: str, spec: AnySpec, made: _Budget) -> None:
         self.name = name
@@ -417,6 +407,7 @@ class _Child:
 
     @property
     def restarts(self) -> int:
+        """Restarts so far, its own too."""
         return self.former_restarts + self.own_restarts
 
 
@@ -461,7 +452,7 @@ class SupervisorMachine:
         self._random = random
         self._now = 0.0
         self._effects: list[Effect] = []
-        self._children: dict[str, _Child] = {}
+        self._children: dict[str, ChildState] = {}
         self._after: dict[str, tuple[str, ...]] = {}
         self._removed: dict[str, int] = {}  # the starts of former children
         self._waiting: dict[str, None] = {}
@@ -474,7 +465,7 @@ class SupervisorMachine:
         self._reload: _Reload | None = None
         self._stop: StopReceived | None = None
         self._verdict: JobOutcome | None = None
-        self._failed: list[_Child] = []  # essential ones, while the group ends
+        self._failed: list[ChildState] = []  # essential ones, while the group ends
         self._is_started = self._is_ending = self._is_done = self._was_ready = False
         if nproc and isinstance(spec, LaunchSpec):
             spec = spec.replace(nproc_per_node=nproc)
@@ -509,9 +500,9 @@ class SupervisorMachine:
             for other in after:
                 self._dependents.setdefault(other, []).append(name)
 
-    def _make(self, name: str, spec: AnySpec) -> _Child:
+    def _make(self, name: str, spec: AnySpec) -> ChildState:
         self._waiting[name] = None
-        child = _Child(name, spec, self._budget_of(name, spec))
+        child = ChildState(name, spec, self._budget_of(name, spec))
         child.starts = self._removed.pop(name, 0)
         return child
 
@@ -535,17 +526,7 @@ class SupervisorMachine:
     @property
     def children(self) -> dict[str, ChildState]:
         """The state of each child, in their order."""
-        return {
-            child.name: ChildState(
-                child.phase,
-                child.spec,
-                child.generation,
-                child.restarts,
-                child.is_ready,
-                self._group.is_essential(child.name),
-            )
-            for child in self._members
-        }
+        return {child.name: child for child in self._members}
 
     @property
     def restarts(self) -> int:
@@ -573,7 +554,7 @@ class SupervisorMachine:
             problem = "cannot be started again: its run of several nodes ends for all of them"
             raise SpecError("child", request.name, problem)
 
-    def _ends_run(self, child: _Child | None, request: ChildRequest) -> bool:
+    def _ends_run(self, child: ChildState | None, request: ChildRequest) -> bool:
         """Whether a request starts leaves of several nodes again, whose run is over then."""
         spec = self.spec if child is None else child.spec
         if isinstance(request, ReloadReceived):  # replicas are replaced
@@ -585,11 +566,11 @@ class SupervisorMachine:
         return child.generation >= 0 and spans_nodes(spec)
 
     @property
-    def _members(self) -> list[_Child]:
+    def _members(self) -> list[ChildState]:
         return [self._children[name] for name in self._group.children]
 
     @property
-    def _deciding(self) -> list[_Child]:
+    def _deciding(self) -> list[ChildState]:
         """The children that the end of the group depends on."""
         members = self._members
         return [one for one in members if self._group.is_essential(one.name)] or members
@@ -706,7 +687,7 @@ class SupervisorMachine:
             case ChildEnded():
                 self._on_ended(child, result, is_present=is_present, is_awaited=is_awaited)
 
-    def _on_leaf_restarted(self, child: _Child, restarted: LeafRestarted) -> None:
+    def _on_leaf_restarted(self, child: ChildState, restarted: LeafRestarted) -> None:
         is_counted = restarted.restarts > child.own_restarts
         child.own_restarts = restarted.restarts
         if child.fate is not None:
@@ -718,7 +699,7 @@ class SupervisorMachine:
             self._give_up(JobOutcome(JobState.FAILED, why, code, failures=failures))
 
     def _on_ended(
-        self, child: _Child, ended: ChildEnded, *, is_present: bool, is_awaited: bool
+        self, child: ChildState, ended: ChildEnded, *, is_present: bool, is_awaited: bool
     ) -> None:
         if child.candidate == ended.generation:
             child.candidate = None
@@ -735,7 +716,7 @@ class SupervisorMachine:
                 self._settle(child)
         self._note_replaced(child)
 
-    def _on_present_ended(self, child: _Child, ended: ChildEnded) -> None:
+    def _on_present_ended(self, child: ChildState, ended: ChildEnded) -> None:
         if ended.spec is not None and child.spec is child.started_spec:
             child.take(ended.spec)
         child.is_up = child.is_ready = False
@@ -756,7 +737,7 @@ class SupervisorMachine:
         else:
             self._judge(child, ended)
 
-    def _judge(self, child: _Child, ended: ChildEnded) -> None:
+    def _judge(self, child: ChildState, ended: ChildEnded) -> None:
         """Decide what follows when a child has ended by itself."""
         decision = self._may_follow(child, ended)
         if decision.restart and (why := self._count_restart(child)):
@@ -774,7 +755,7 @@ class SupervisorMachine:
                 child.outcome = replace(child.outcome, why=decision.why)
             self._end_child(child)
 
-    def _may_follow(self, child: _Child, ended: ChildEnded) -> RestartDecision:
+    def _may_follow(self, child: ChildState, ended: ChildEnded) -> RestartDecision:
         """Decide whether another start follows, as far as the child is concerned."""
         budget, state = child.budget, ended.outcome.state
         can_follow = state is JobState.FAILED and not ended.is_permanent
@@ -789,7 +770,7 @@ class SupervisorMachine:
         why = f"restart {budget.restarts + 1} (always): it has {state}"
         return RestartDecision(True, why, decision.delay)
 
-    def _count_restart(self, child: _Child) -> str:
+    def _count_restart(self, child: ChildState) -> str:
         """Count a restart of a child; return why the group has failed if it is one too many."""
         window = self._window
         if window is None or not self._group.is_essential(child.name):
@@ -800,17 +781,17 @@ class SupervisorMachine:
         self._restarts_at.append(self._now)
         return ""
 
-    def _restart(self, child: _Child, why: str, delay: float = 0.0) -> None:
+    def _restart(self, child: ChildState, why: str, delay: float = 0.0) -> None:
         """Start a child that has ended again, and others with it as the strategy says."""
         self._announce(child, why, delay)
         self._sweep_with(child)
         self._schedule(child, delay)
 
-    def _announce(self, child: _Child, why: str, delay: float = 0.0) -> None:
+    def _announce(self, child: ChildState, why: str, delay: float = 0.0) -> None:
         event = ChildRestarting(why=why, delay=delay, restarts=child.restarts)
         self._emit(PublishOf(child.name, event))
 
-    def _sweep_with(self, child: _Child) -> None:
+    def _sweep_with(self, child: ChildState) -> None:
         """Stop the other children that are started again with a child."""
         if self._group.strategy == "one_for_one":
             return
@@ -824,13 +805,13 @@ class SupervisorMachine:
             elif child.is_live:  # its former worker, which was replaced
                 self._swept.add(name)
 
-    def _is_alone(self, child: _Child) -> bool:
+    def _is_alone(self, child: ChildState) -> bool:
         """Whether no other child has to do with a restart of a child: it restarts in its place."""
         is_ordered = self._after[child.name] or self._dependents[child.name]
         is_local = isinstance(child.spec, GroupSpec) or child.spec.nnodes.maximum == 1
         return self._group.strategy == "one_for_one" and not (is_ordered and is_local)
 
-    def _stop_and_start(self, child: _Child, reason: str) -> None:
+    def _stop_and_start(self, child: ChildState, reason: str) -> None:
         """Have a child that runs stopped and started again, and others with it."""
         if self._group.strategy == "one_for_one":
             self._set_fate(child, _Fate.RESTART, StopReceived(reason))
@@ -838,7 +819,7 @@ class SupervisorMachine:
             self._sweep(child, reason)
             self._sweep_with(child)
 
-    def _sweep(self, child: _Child, reason: str) -> None:
+    def _sweep(self, child: ChildState, reason: str) -> None:
         if child.is_live:
             self._swept.add(child.name)
         if child.is_up:
@@ -846,7 +827,7 @@ class SupervisorMachine:
         elif child.phase is ChildPhase.SUCCEEDED and child.when != "never" and not child.is_kept:
             self._schedule(child)
 
-    def _schedule(self, child: _Child, delay: float = 0.0) -> None:
+    def _schedule(self, child: ChildState, delay: float = 0.0) -> None:
         """Start a child when its turn comes, at the earliest after a delay."""
         if child.phase is ChildPhase.BACKING_OFF:
             self._unschedule(child)
@@ -858,12 +839,12 @@ class SupervisorMachine:
             child.phase = ChildPhase.WAITING
             self._waiting[child.name] = None
 
-    def _unschedule(self, child: _Child) -> None:
+    def _unschedule(self, child: ChildState) -> None:
         self._waiting.pop(child.name, None)
         self._backing_off.discard(child.name)
         self._disarm(child)
 
-    def _start(self, child: _Child, spec: AnySpec | None = None) -> int:
+    def _start(self, child: ChildState, spec: AnySpec | None = None) -> int:
         """Start a child, or its replacement by another spec; return the generation."""
         self._waiting.pop(child.name, None)
         generation, child.starts = child.starts, child.starts + 1
@@ -880,7 +861,7 @@ class SupervisorMachine:
 
     # ------------------------------------------------------------------- stops
 
-    def _set_fate(self, child: _Child, fate: _Fate, stop: StopReceived) -> None:
+    def _set_fate(self, child: ChildState, fate: _Fate, stop: StopReceived) -> None:
         """Have a child stopped when its turn comes, and say what follows."""
         if child.fate is not None and child.fate >= fate:
             return
@@ -896,20 +877,20 @@ class SupervisorMachine:
         if child.phase is not ChildPhase.STOPPING:
             self._to_stop[child.name] = None
 
-    def _is_to_end(self, child: _Child) -> bool:
+    def _is_to_end(self, child: ChildState) -> bool:
         """Whether a child is being stopped, or will be when its turn comes."""
         return child.name in self._to_stop or child.phase is ChildPhase.STOPPING
 
-    def _stop_child(self, child: _Child) -> None:
+    def _stop_child(self, child: ChildState) -> None:
         self._to_stop.pop(child.name, None)
         if child.is_up:
             child.phase, child.is_ready = ChildPhase.STOPPING, False
             self._emit_stop(child, child.generation, child.stop)
 
-    def _emit_stop(self, child: _Child, generation: int, stop: StopReceived) -> None:
+    def _emit_stop(self, child: ChildState, generation: int, stop: StopReceived) -> None:
         self._emit(StopChild(child.name, generation, stop.reason, stop.signal, stop.plan))
 
-    def _settle(self, child: _Child) -> None:
+    def _settle(self, child: ChildState) -> None:
         """Go on with a child that was to be stopped, and of which nothing is left."""
         fate, child.fate = child.fate, None
         self._to_stop.pop(child.name, None)
@@ -926,7 +907,7 @@ class SupervisorMachine:
                 child.outcome = JobOutcome(JobState.STOPPED, *why_stopped(child.stop))
             self._end_child(child)
 
-    def _end_child(self, child: _Child) -> None:
+    def _end_child(self, child: ChildState) -> None:
         """Report a child that has ended and is not started again; the group may end with it."""
         outcome, is_essential = child.outcome, self._group.is_essential(child.name)
         event = ChildFinished(
@@ -983,7 +964,7 @@ class SupervisorMachine:
         for child in self._children.values():
             self._kill_child(child, stop)
 
-    def _kill_child(self, child: _Child, stop: StopReceived) -> None:
+    def _kill_child(self, child: ChildState, stop: StopReceived) -> None:
         child.stop = stop
         for generation in sorted(child.retiring):
             self._emit_stop(child, generation, stop)
@@ -1041,7 +1022,7 @@ class SupervisorMachine:
                 self._scale(number)
                 self._emit(Publish(Scaled(former=former, number=number)))
 
-    def _on_request_of(self, child: _Child, request: ChildRequest) -> None:
+    def _on_request_of(self, child: ChildState, request: ChildRequest) -> None:
         if isinstance(request, ChildStopReceived):
             stop = StopReceived(request.reason, request.signal, request.plan)
             self._stop_by_request(child, stop)
@@ -1054,7 +1035,7 @@ class SupervisorMachine:
         elif isinstance(request, ScaleReceived):
             self._scale_child(child, request)
 
-    def _scale_child(self, child: _Child, request: ScaleReceived) -> None:
+    def _scale_child(self, child: ChildState, request: ScaleReceived) -> None:
         spec, has_own = scaled_to(child.spec, request.number), _has_supervisor(child.spec)
         if has_own and child.is_up and child.fate is None:
             self._ask(child, ScaleReceived("", request.number))
@@ -1066,14 +1047,14 @@ class SupervisorMachine:
             self._reload_child(child, spec)
         self._emit(PublishOf(child.name, scaled))
 
-    def _stop_by_request(self, child: _Child, stop: StopReceived) -> None:
+    def _stop_by_request(self, child: ChildState, stop: StopReceived) -> None:
         child.is_kept = True
         if child.is_live or child.is_due:
             self._set_fate(child, _Fate.STOP, stop)
         if stop.signal == SIGKILL and child.is_live:
             self._kill_child(child, stop)
 
-    def _restart_by_request(self, child: _Child, reason: str) -> None:
+    def _restart_by_request(self, child: ChildState, reason: str) -> None:
         is_new = self._reload is not None and self._reload.current == child.name
         child.is_kept = False
         if child.fate is _Fate.STOP:
@@ -1088,7 +1069,7 @@ class SupervisorMachine:
             self._announce(child, reason)
             self._stop_and_start(child, reason)
 
-    def _begin_anew(self, child: _Child, reason: str) -> None:
+    def _begin_anew(self, child: ChildState, reason: str) -> None:
         """Start a child that does not run, with a new budget if it has ended."""
         if child.budget is not None and child.phase in ENDS:
             child.budget.clear()
@@ -1114,7 +1095,7 @@ class SupervisorMachine:
 
     # ------------------------------------------------------- reloads and scale
 
-    def _reload_child(self, child: _Child, spec: AnySpec | None) -> None:
+    def _reload_child(self, child: ChildState, spec: AnySpec | None) -> None:
         """Have a child run another spec, or start again by its own."""
         is_live = child.is_up and child.fate is None
         is_own = _has_supervisor(child.spec) and (spec is None or is_same_kind(child.spec, spec))
@@ -1204,16 +1185,16 @@ class SupervisorMachine:
         if reload.number != former:
             self._emit(Publish(Scaled(former=former, number=reload.number)))
 
-    def _awaits(self, child: _Child, generation: int) -> bool:
+    def _awaits(self, child: ChildState, generation: int) -> bool:
         reload = self._reload
         return reload is not None and (reload.current, reload.awaited) == (child.name, generation)
 
-    def _on_new_started(self, child: _Child) -> None:
+    def _on_new_started(self, child: ChildState) -> None:
         if self._reload is not None and not reports_ready(self._reload.child):
             self._reload.is_settling = True
             self._arm(child, SETTLED_AFTER_S)
 
-    def _promote(self, child: _Child) -> None:
+    def _promote(self, child: ChildState) -> None:
         """Put the replacement in the place of the old worker, which is stopped."""
         reload = self._reload
         if reload is None:
@@ -1232,7 +1213,7 @@ class SupervisorMachine:
         self._disarm(child)
         self._note_replaced(child)
 
-    def _note_replaced(self, child: _Child) -> None:
+    def _note_replaced(self, child: ChildState) -> None:
         reload = self._reload
         if reload is None or reload.current != child.name or reload.awaited is not None:
             return
@@ -1256,7 +1237,7 @@ class SupervisorMachine:
         if reload.awaited == child.generation and not has_ended:  # the old one has ended before
             self._stop_and_start(child, FAILED_RELOAD)
 
-    def _drop_new(self, child: _Child) -> None:
+    def _drop_new(self, child: ChildState) -> None:
         """Stop the replacement of a worker that is itself to be stopped."""
         reload = self._reload
         if reload is not None and reload.current == child.name and reload.awaited is not None:
@@ -1264,7 +1245,7 @@ class SupervisorMachine:
         self._retire_new(child, child.stop.reason)
         self._disarm(child)
 
-    def _retire_new(self, child: _Child, reason: str) -> None:
+    def _retire_new(self, child: ChildState, reason: str) -> None:
         if child.candidate is None:
             return
         self._emit_stop(child, child.candidate, StopReceived(reason))
@@ -1273,7 +1254,7 @@ class SupervisorMachine:
 
     # ------------------------------------------------------------------- parts
 
-    def _on_elapsed(self, child: _Child) -> None:
+    def _on_elapsed(self, child: ChildState) -> None:
         child.is_armed, reload = False, self._reload
         if child.phase is ChildPhase.BACKING_OFF:
             self._schedule(child)
@@ -1284,12 +1265,12 @@ class SupervisorMachine:
                 seconds = ready_timeout(reload.child)
                 self._fail_reload(f"the new worker is not ready after {seconds:g} s")
 
-    def _arm(self, child: _Child, delay: float) -> None:
+    def _arm(self, child: ChildState, delay: float) -> None:
         child.token += 1
         child.is_armed = True
         self._emit(Arm(child.name, child.token, delay))
 
-    def _disarm(self, child: _Child) -> None:
+    def _disarm(self, child: ChildState) -> None:
         if child.is_armed:
             child.is_armed = False
             self._emit(Disarm(child.name))
@@ -1297,13 +1278,13 @@ class SupervisorMachine:
     def _emit(self, effect: Effect) -> None:
         self._effects.append(effect)
 
-    def _ask(self, child: _Child, request: Asked) -> None:
+    def _ask(self, child: ChildState, request: Asked) -> None:
         self._emit(AskChild(child.name, child.generation, request))
 
-    def _label(self, child: _Child) -> str:
+    def _label(self, child: ChildState) -> str:
         return f"rank {child.name}" if isinstance(self.spec, LaunchSpec) else child.name
 
-    def _labelled(self, child: _Child) -> JobOutcome:
+    def _labelled(self, child: ChildState) -> JobOutcome:
         """Return the outcome of a child as that of the group."""
         outcome, label = child.outcome, self._label(child)
         return replace(outcome, why=f"{label}: {outcome.why}") if label else outcome

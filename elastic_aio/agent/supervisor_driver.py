@@ -89,7 +89,6 @@ from elastic_aio.spec.group import (
 )
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.logs import LogSpec
-from elastic_aio.spec.stop import StopPlan
 from elastic_aio.stacks import StackDump
 from elastic_aio.status import JobStatus, StatusTracker
 
@@ -558,11 +557,6 @@ class SupervisorDriver(BaseDriver):
                 )
             )
         self._begin(Start())
-
-    def request_stop(
-        self, reason: str, signal: int | None = None, plan: StopPlan | None = None
-    ) -> None:
-        self.receive(StopReceived(reason, signal, plan))
 
     def request_restart(self, reason: str) -> None:
         self.request(ChildRestartReceived("", reason))

@@ -855,13 +855,12 @@ def check_settled(tree: SimTree) -> None:
             after = [*group.after.get(name, ())]
             if group.strategy == "rest_for_one":
                 after += group.order[: group.order.index(name)]
-            if all(map(partial(_is_over_or_ready, children), after)):
+            if all(_is_over_or_ready(children[one], group) for one in after):
                 tree.trace.fail(f"{supervisor.path or '/'}: {name} waits for nothing")
 
 
-def _is_over_or_ready(children: dict[str, ChildState], name: str) -> bool:
-    child = children[name]
-    is_over = child.phase is ChildPhase.FAILED and not child.is_essential
+def _is_over_or_ready(child: ChildState, group: GroupSpec) -> bool:
+    is_over = child.phase is ChildPhase.FAILED and not group.is_essential(child.name)
     return child.is_ready or is_over or child.phase is ChildPhase.SUCCEEDED
 
 
