@@ -401,6 +401,11 @@ class ChildState:
         return self.is_up or self.candidate is not None or bool(self.retiring)
 
     @property
+    def is_repeatable(self) -> bool:
+        """Whether it is started again with others once it has ended."""
+        return self.when != "never" and not self.is_kept
+
+    @property
     def is_due(self) -> bool:
         """Whether it is to be started, perhaps later."""
         return self.phase in (ChildPhase.WAITING, ChildPhase.BACKING_OFF)
@@ -824,7 +829,7 @@ class SupervisorMachine:
             self._swept.add(child.name)
         if child.is_up:
             self._set_fate(child, _Fate.SWEEP, StopReceived(reason))
-        elif child.phase is ChildPhase.SUCCEEDED and child.when != "never" and not child.is_kept:
+        elif child.phase is ChildPhase.SUCCEEDED and child.is_repeatable:
             self._schedule(child)
 
     def _schedule(self, child: ChildState, delay: float = 0.0) -> None:
@@ -1086,7 +1091,7 @@ class SupervisorMachine:
             is_over = child.phase in (ChildPhase.SUCCEEDED, ChildPhase.FAILED)
             if child.phase is ChildPhase.BACKING_OFF:
                 self._schedule(child)
-            elif is_over and not child.is_up and child.when != "never" and not child.is_kept:
+            elif is_over and not child.is_up and child.is_repeatable:
                 self._begin_anew(child, reason)
             elif child.is_up and child.fate is None and not is_in_order:
                 self._ask(child, RestartReceived(reason))

@@ -1486,7 +1486,7 @@ MUTATIONS: Final = (
     Mutation(
         "success-not-repeated",
         "agent/supervisor.py",
-        'elif child.phase is ChildPhase.SUCCEEDED and child.when != "never" and not child.is_kept:',
+        "elif child.phase is ChildPhase.SUCCEEDED and child.is_repeatable:",
         "elif False:",
         "children that have succeeded start again with the others",
         _SUPERVISOR + "test_a_success_is_repeated_with_the_others",
@@ -1494,16 +1494,16 @@ MUTATIONS: Final = (
     Mutation(
         "never-repeated",
         "agent/supervisor.py",
-        ' and child.when != "never" and not child.is_kept:',
-        " and not child.is_kept:",
+        '        return self.when != "never" and not self.is_kept\n',
+        "        return not self.is_kept\n",
         "a child that never restarts does not start again with others",
         _SUPERVISOR + "test_a_success_is_repeated_with_the_others",
     ),
     Mutation(
         "stopped-is-repeated",
         "agent/supervisor.py",
-        ' and child.when != "never" and not child.is_kept:',
-        ' and child.when != "never":',
+        '        return self.when != "never" and not self.is_kept\n',
+        '        return self.when != "never"\n',
         "a child that is stopped by request stays so",
         _SUPERVISOR + "test_a_success_is_repeated_with_the_others",
     ),
@@ -1642,8 +1642,8 @@ MUTATIONS: Final = (
     Mutation(
         "reload-keeps-new-spec",
         "agent/supervisor.py",
-        "        child.adopt(reload.child, self._budget_of(reload.child), reload.version)\n"
-        "        child.started_spec = child.spec\n",
+        "        child.adopt(reload.child, self._budget_of(child.name, reload.child), "
+        "reload.version)\n        child.started_spec = child.spec\n",
         "",
         "a worker that was replaced has the new spec",
         _SUPERVISOR + "test_workers_are_replaced_one_after_the_other",
