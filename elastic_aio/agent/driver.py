@@ -282,14 +282,13 @@ class BaseDriver(ABC):
             began = time.monotonic()
             wait()
         finally:
-            self._skip(time.monotonic() - began)
+            self.skip(time.monotonic() - began)
             for runtime in runtimes:
                 await run_shielded(partial(runtime.tree.signal_all, SIGCONT))
 
-    def _skip(self, seconds: float) -> None:
+    @abstractmethod
+    def skip(self, seconds: float) -> None:
         """Leave out the last `seconds` of all deadlines: the job was suspended."""
-        for runtime in self.runtimes:
-            runtime.clock.skip(seconds)
 
     # --------------------------------------------------------------- its life
 
@@ -417,6 +416,23 @@ class BaseDriver(ABC):
     async def _kill_and_finish(self, finish: Finish) -> None:
         """Kill all processes after a defect, and end."""
 
+    def _end(self, effect: Finish, result: LaunchResult, attempt: int) -> None:
+        """Publish the result: the job is over, and `attempt` was its last."""
+        outcome = effect.outcome
+        self.result, self.outcome, self.error = result, outcome, effect.error
+        self._event_log.append(
+            JobFinished(
+                attempt=attempt,
+                state=outcome.state,
+                why=outcome.why,
+                exit_code=outcome.exit_code,
+                duration=result.duration,
+                restarts=outcome.restarts,
+                goodput=result.goodput,
+            )
+        )
+        self._settle()
+
     def _settle(self) -> None:
         self._event_log.close()
         if not self.done.done():
@@ -469,6 +485,9 @@ class Driver(BaseDriver):
 
     def at(self, path: str) -> BaseDriver | None:
         return self
+
+    def skip(self, seconds: float) -> None:
+        self._runtime.clock.skip(seconds)
 
     @property
     def ran_for(self) -> float:
@@ -787,21 +806,7 @@ class Driver(BaseDriver):
             goodput=goodput,
         )
         attempts = await self.output.drop_missing(result.attempts, has_logs=has_logs)
-        self.result = replace(result, attempts=attempts)
-        self.error = effect.error
-        self.outcome = outcome
-        self._event_log.append(
-            JobFinished(
-                attempt=self._machine.attempt,
-                state=outcome.state,
-                why=outcome.why,
-                exit_code=outcome.exit_code,
-                duration=duration,
-                restarts=outcome.restarts,
-                goodput=goodput,
-            )
-        )
-        self._settle()
+        self._end(effect, replace(result, attempts=attempts), self._machine.attempt)
 
 
 async def call_decide(decide: Decide, failure: Failure) -> RestartAction | BaseException:

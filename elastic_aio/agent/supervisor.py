@@ -392,9 +392,7 @@ class ChildState:
 
     def take(self, spec: AnySpec) -> None:
         """Take another spec for the next start."""
-        self.spec = self.start_spec = spec
-        if self.budget is not None and isinstance(spec, LaunchSpec):
-            self.start_spec = restarted_by_supervisor(spec)
+        self.spec, self.start_spec = spec, _start_spec(spec, self.budget)
 
     @property
     def is_live(self) -> bool:
@@ -414,6 +412,13 @@ class ChildState:
     def restarts(self) -> int:
         """Restarts so far, its own too."""
         return self.former_restarts + self.own_restarts
+
+
+def _start_spec(spec: AnySpec, budget: RestartBudget | None) -> AnySpec:
+    """Return what a child is started with: a leaf whose supervisor has the budget restarts not."""
+    if budget is None or isinstance(spec, GroupSpec):
+        return spec
+    return restarted_by_supervisor(spec)
 
 
 class _Reload(Struct):
@@ -671,14 +676,17 @@ class SupervisorMachine:
         is_present = child.is_up and generation == child.generation
         if not is_present and generation not in (child.candidate, *child.retiring):
             return  # it is late
-        is_awaited = self._awaits(child, generation)
+        reload = self._reload
+        expected = None if reload is None else (reload.current, reload.awaited)
+        is_awaited = expected == (child.name, generation)
         match result:
             case ChildStarted():
                 if is_present and child.phase in LIVE_PHASES:
                     child.phase = ChildPhase.RUNNING
                     child.is_ready = child.is_ready or not reports_ready(child.spec)
-                if is_awaited:
-                    self._on_new_started(child)
+                if is_awaited and reload is not None and not reports_ready(reload.child):
+                    reload.is_settling = True
+                    self._arm(child, SETTLED_AFTER_S)
             case ChildReady(is_ready=is_ready):
                 if is_present and child.phase in LIVE_PHASES:
                     child.phase, child.is_ready = ChildPhase.RUNNING, is_ready
@@ -871,8 +879,7 @@ class SupervisorMachine:
         if child.fate is not None and child.fate >= fate:
             return
         if child.is_due:
-            self._waiting.pop(child.name, None)
-            self._backing_off.discard(child.name)
+            self._unschedule(child)
             child.phase = ChildPhase.STOPPED
         child.fate, child.stop = fate, stop
         self._drop_new(child)
@@ -1171,10 +1178,8 @@ class SupervisorMachine:
                 if child.retiring:
                     return  # of the replacement that a former reload has given up
                 reload.current = child.name
-                spec = reload.child
-                made = self._budget_of(child.name, spec)
-                if made[1] is not None and isinstance(spec, LaunchSpec):
-                    spec = restarted_by_supervisor(spec)
+                budget = self._budget_of(child.name, reload.child)[1]
+                spec = _start_spec(reload.child, budget)
                 child.candidate = reload.awaited = self._start(child, spec)
                 self._arm(child, ready_timeout(reload.child))
                 return
@@ -1189,15 +1194,6 @@ class SupervisorMachine:
         self._scale(reload.number)
         if reload.number != former:
             self._emit(Publish(Scaled(former=former, number=reload.number)))
-
-    def _awaits(self, child: ChildState, generation: int) -> bool:
-        reload = self._reload
-        return reload is not None and (reload.current, reload.awaited) == (child.name, generation)
-
-    def _on_new_started(self, child: ChildState) -> None:
-        if self._reload is not None and not reports_ready(self._reload.child):
-            self._reload.is_settling = True
-            self._arm(child, SETTLED_AFTER_S)
 
     def _promote(self, child: ChildState) -> None:
         """Put the replacement in the place of the old worker, which is stopped."""

@@ -374,9 +374,7 @@ class SupervisorDriver(BaseDriver):
         parent: SupervisorDriver | None = None,
         on_ready: Callable[[bool], None] | None = None,
     ) -> None:
-        log: EventWriter = ChildLog(parts.event_log, path, generation)
-        if parent is None:
-            log = parts.event_log
+        log = ChildLog(parts.event_log, path, generation) if parent else parts.event_log
         super().__init__(spec, parts.run_id, log)
         self._parts = parts
         self._path = path
@@ -575,15 +573,10 @@ class SupervisorDriver(BaseDriver):
             start.request(lambda driver: driver.kill(reason, stop))
         self.receive(stop)
 
-    def _skip(self, seconds: float) -> None:
-        super()._skip(seconds)
-        self._skip_own(seconds)
-
-    def _skip_own(self, seconds: float) -> None:
+    def skip(self, seconds: float) -> None:
         self._clock.skip(seconds)
         for driver in self._live:
-            if isinstance(driver, SupervisorDriver):
-                driver._skip_own(seconds)
+            driver.skip(seconds)
 
     # ---------------------------------------------------------------- inputs
 
@@ -862,36 +855,22 @@ class SupervisorDriver(BaseDriver):
             listeners.close()
         is_outermost = self._parent is None
         log_dir = await run_shielded(self._parts.close) if is_outermost else None
-        duration = self._clock.now() - self._began
-        tracker = self._event_log.tracker
-        goodput = tracker.goodput(wall_clock())
         result = make_result(
             self._parts.run_id,
             outcome,
             0,
             (),
-            duration,
+            self.ran_for,
             wall_clock(),
             log_dir=log_dir,
-            goodput=goodput,
+            goodput=self._event_log.tracker.goodput(wall_clock()),
         )
-        self.result = self._with_children(result)
-        self.error = effect.error
+        result = self._with_children(result)
+        error = effect.error
         if is_outermost and self.refusal is not None and self.refusal[1] in outcome.why:
-            self.error = self.error or self.refusal[0]
-        self.outcome = outcome
-        self._event_log.append(
-            JobFinished(
-                attempt=self.result.attempts[-1].number if self.result.attempts else 0,
-                state=outcome.state,
-                why=outcome.why,
-                exit_code=outcome.exit_code,
-                duration=duration,
-                restarts=outcome.restarts,
-                goodput=goodput,
-            )
-        )
-        self._settle()
+            error = error or self.refusal[0]
+        last = result.attempts[-1].number if result.attempts else 0
+        self._end(replace(effect, error=error), result, last)
 
     def _with_children(self, result: LaunchResult) -> LaunchResult:
         only = self._results.get("")

@@ -1609,8 +1609,8 @@ MUTATIONS: Final = (
     Mutation(
         "reload-stops-first",
         "agent/supervisor.py",
-        "                if is_awaited:\n                    self._on_new_started(child)\n",
-        "                if is_awaited:\n                    self._promote(child)\n",
+        " and not reports_ready(reload.child):\n",
+        ":\n",
         "a new worker has to be ready before the old one is stopped",
         _SUPERVISOR + "test_a_replacement_has_to_be_ready",
     ),
@@ -1685,8 +1685,8 @@ MUTATIONS: Final = (
     Mutation(
         "leaf-restarts-itself",
         "agent/supervisor.py",
-        "            self.start_spec = restarted_by_supervisor(spec)\n",
-        "            pass\n",
+        "    return restarted_by_supervisor(spec)\n",
+        "    return spec\n",
         "a leaf is restarted by itself or by its supervisor, not by both",
         _SUPERVISOR + "test_a_gang_is_restarted_by_its_supervisor_otherwise",
     ),
