@@ -114,6 +114,7 @@ from elastic_aio.spec.group import (
     GroupSpec,
     check_reload,
     group_of,
+    has_children,
     is_same_kind,
     ready_timeout,
     reports_ready,
@@ -436,11 +437,6 @@ class _Reload(Struct):
     """The generation that has to be ready."""
     is_settling: bool = False
     replaced: int = 0
-
-
-def _has_supervisor(spec: AnySpec) -> bool:
-    """Return whether a child decides about children of its own."""
-    return isinstance(spec, GroupSpec) or spec.restart.scope != "group"
 
 
 # ------------------------------------------------------------------ the machine
@@ -1048,7 +1044,7 @@ class SupervisorMachine:
             self._scale_child(child, request)
 
     def _scale_child(self, child: ChildState, request: ScaleReceived) -> None:
-        spec, has_own = scaled_to(child.spec, request.number), _has_supervisor(child.spec)
+        spec, has_own = scaled_to(child.spec, request.number), has_children(child.spec)
         if has_own and child.is_up and child.fate is None:
             self._ask(child, ScaleReceived("", request.number))
             return
@@ -1110,13 +1106,13 @@ class SupervisorMachine:
     def _reload_child(self, child: ChildState, spec: AnySpec | None) -> None:
         """Have a child run another spec, or start again by its own."""
         is_live = child.is_up and child.fate is None
-        is_own = _has_supervisor(child.spec) and (spec is None or is_same_kind(child.spec, spec))
+        is_own = has_children(child.spec) and (spec is None or is_same_kind(child.spec, spec))
         if is_live and is_own:
             self._ask(child, ReloadReceived("", spec))
         elif is_live and spec is None and self._is_alone(child):
             self._ask(child, RestartReceived(RELOADED))
         else:
-            was_replaceable = _has_supervisor(child.spec) and template_of(child.spec) is not None
+            was_replaceable = has_children(child.spec) and template_of(child.spec) is not None
             if spec is not None:
                 child.adopt(spec, self._budget_of(child.name, spec))
             if is_live:

@@ -82,6 +82,7 @@ from elastic_aio.ranks import NodeSize, WorkerRanks, assign_node_ranks
 from elastic_aio.spec.group import (
     AnySpec,
     GroupSpec,
+    has_children,
     is_same_kind,
     leaves_of,
     outermost_group,
@@ -687,7 +688,7 @@ class SupervisorDriver(BaseDriver):
     async def _open_listeners(self, effect: StartChild) -> Listeners | None:
         """Return the sockets of a leaf, which are open already after its first start."""
         spec = effect.spec
-        if not isinstance(spec, LaunchSpec) or not spec.sockets or _has_children(effect):
+        if not isinstance(spec, LaunchSpec) or not spec.sockets or has_children(spec):
             return None
         async with self._opening:  # of several workers the first binds them
             name, sockets = key = self._socket_key(effect.name, spec)
@@ -725,7 +726,7 @@ class SupervisorDriver(BaseDriver):
         effect = start.effect
         name, path = effect.name, joined(self._path, effect.name)
         spec = effect.spec
-        if isinstance(spec, LaunchSpec) and not _has_children(effect):
+        if isinstance(spec, LaunchSpec) and not has_children(spec):
             return self._make_leaf(spec, start, path, listeners)
 
         def on_ready(is_ready: bool) -> None:
@@ -918,12 +919,6 @@ def _ranks_of(role: str, rank: int, number: int) -> WorkerRanks:
     """Return the ranks of one of so many independent workers on this host."""
     (node,) = assign_node_ranks([NodeSize(role, max(rank + 1, number))])
     return node.worker_ranks(node.world_size)[rank]
-
-
-def _has_children(effect: StartChild) -> bool:
-    """Return whether a child is a group, or independent workers, with a supervisor of its own."""
-    spec = effect.spec
-    return isinstance(spec, GroupSpec) or (effect.rank is None and spec.restart.scope != "group")
 
 
 def _of_child(error: SpecError, path: str) -> SpecError:

@@ -306,20 +306,17 @@ def _check_number(name: str, number: int) -> None:
         raise SpecError(name, number, f"must be at most {NPROC_MAX}")
 
 
-def is_supervised(spec: AnySpec) -> bool:
-    """Return whether a job needs a supervisor: a group, independent workers, "always"."""
-    if isinstance(spec, GroupSpec):
-        return True
-    return spec.restart.scope != "group" or spec.restart.when == "always"
+def has_children(spec: AnySpec) -> bool:
+    """Return whether a spec is a group, or of independent workers, with a supervisor of its own."""
+    return isinstance(spec, GroupSpec) or spec.restart.scope != "group"
 
 
 def outermost_group(spec: AnySpec) -> AnySpec:
-    """Return what the outermost supervisor of a job is made for; see `is_supervised`.
+    """Return what the outermost supervisor of a job is made for.
 
     A job that is started again as a whole is the only child of a group, without a name.
     """
-    has_children = isinstance(spec, GroupSpec) or spec.restart.scope != "group"
-    if has_children and not (isinstance(spec, GroupSpec) and is_restarted(spec)):
+    if has_children(spec) and not (isinstance(spec, GroupSpec) and is_restarted(spec)):
         return spec
     return GroupSpec(
         {"": spec.replace(run_id=None)},
@@ -410,9 +407,7 @@ def check_reload(former: AnySpec, spec: AnySpec, *, is_whole: bool) -> None:
 
 def reports_ready(spec: AnySpec) -> bool:
     """Return whether a child says when it is ready; else it is so when it has been started."""
-    if isinstance(spec, GroupSpec) or spec.restart.scope != "group":
-        return True
-    return spec.ready is not None
+    return isinstance(spec, GroupSpec) or has_children(spec) or spec.ready is not None
 
 
 READY_TIMEOUT_S: Final = 60.0

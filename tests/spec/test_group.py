@@ -13,7 +13,6 @@ from elastic_aio.errors import SpecError
 from elastic_aio.spec.group import (
     GroupSpec,
     group_of,
-    is_supervised,
     outermost_group,
     restarted_by_supervisor,
     scaled_to,
@@ -211,17 +210,11 @@ def test_independent_workers_are_a_group() -> None:
     assert not child.host_store
 
 
-def test_a_job_of_one_group_has_no_supervisor() -> None:
-    for spec in (LEAF, LEAF.replace(restart="never"), MANY):
-        assert not is_supervised(spec)
-
-
 def test_what_the_outermost_supervisor_is_made_for() -> None:
     """A job that is started again as a whole is the only child of a group."""
     workers = LaunchSpec("x", restart=RestartPolicy(scope="worker", when="always"))
     group = GroupSpec({"a": LEAF})
     for spec in (workers, group):
-        assert is_supervised(spec)
         assert outermost_group(spec) is spec
     wrapped: list[Any] = [LaunchSpec("x", restart="always", run_id="r")]
     wrapped += [group.replace(max_restarts=1), group.replace(restart="always")]

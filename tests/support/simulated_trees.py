@@ -60,7 +60,14 @@ from elastic_aio.child_events import ChildFinished, ChildRestarting, ReloadFaile
 from elastic_aio.errors import SpecError
 from elastic_aio.events import AttemptFailed, Restarting
 from elastic_aio.outcome import SIGKILL, SIGTERM, ExitStatus, Failure, JobOutcome, JobState
-from elastic_aio.spec.group import AnySpec, GroupSpec, group_of, outermost_group, reports_ready
+from elastic_aio.spec.group import (
+    AnySpec,
+    GroupSpec,
+    group_of,
+    has_children,
+    outermost_group,
+    reports_ready,
+)
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.restart import Backoff, RestartPolicy
 from elastic_aio.testing.virtual_time import Trace, VirtualTime
@@ -243,9 +250,7 @@ class SimSupervisor:
                 ),
             )
 
-        if isinstance(spec, LaunchSpec) and (
-            effect.rank is not None or spec.restart.scope == "group"
-        ):
+        if not has_children(spec):
             leaf = SimLeaf(self.tree, effect, path, on_end, self.receive)
             self.live[name, generation] = leaf
             leaf.receive(Start())
