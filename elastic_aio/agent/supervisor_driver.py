@@ -98,6 +98,8 @@ if TYPE_CHECKING:
     from elastic_aio.process.listeners import Listeners
     from elastic_aio.spec.sockets import SocketSpec
 
+# Of a `JobStarted`, which begins each start of a child.
+_OF_START = ("entrypoint", "nproc_per_node", "max_restarts", "log_dir", "role", "children")
 _ATTEMPTS_MAX = 100  # of a child's result, over all its starts
 _KILLED = "an immediate stop was requested"
 
@@ -185,15 +187,12 @@ class TreeParts:
             )
         self._runs.add(run_id)
 
-    def with_logs(self, spec: LaunchSpec) -> LaunchSpec:
-        """Return a leaf with the logs of the job, if it has none of its own."""
-        return spec.replace(logs=self._logs) if spec.logs == LogSpec() else spec
-
     def make_runtime(
         self, spec: LaunchSpec, nproc: int, log: EventWriter, place: LeafPlace, run_id: str
     ) -> LocalRuntime:
+        """Return the runtime of a leaf, with the logs of the job if it has none of its own."""
         runtime = LocalRuntime(
-            spec,
+            spec.replace(logs=self._logs) if spec.logs == LogSpec() else spec,
             run_id=run_id,
             host=self.host,
             nproc=nproc,
@@ -250,13 +249,8 @@ class ChildLog:
             event = ChildLaunched(
                 attempt=self.first_attempt,
                 generation=self._generation,
-                entrypoint=event.entrypoint,
-                nproc_per_node=event.nproc_per_node,
-                max_restarts=event.max_restarts,
-                log_dir=event.log_dir,
-                role=event.role,
-                children=event.children,
                 is_beside=self.is_beside,
+                **{name: getattr(event, name) for name in _OF_START},
             )
         if not isinstance(event, JobFinished):  # the supervisor says what follows
             self._log.append(event, self._path)
@@ -779,7 +773,7 @@ class SupervisorDriver(BaseDriver):
             attempt=parts.next_attempt(path) if is_alone else 0,
             beside=any(one.effect.name == effect.name for one in others),
         )
-        runtime = parts.make_runtime(parts.with_logs(spec), nproc, log, place, run_id)
+        runtime = parts.make_runtime(spec, nproc, log, place, run_id)
         if is_alone:
             return self._make_driver_alone(runtime, start, log, path)
         from elastic_aio.agent.multi_node_driver import MultiNodeDriver
@@ -822,12 +816,12 @@ class SupervisorDriver(BaseDriver):
             self._note_result(effect.name, result)
         own = None if driver.error is None else (driver.error, outcome.why)
         self.refusal = own or driver.refusal or self.refusal
-        is_changed = isinstance(driver, SupervisorDriver) and driver.spec != effect.spec
+        spec = driver.spec if isinstance(driver, SupervisorDriver) else effect.spec
         ended = ChildEnded(
             effect.name,
             effect.generation,
             outcome,
-            spec=driver.spec if is_changed and isinstance(driver, SupervisorDriver) else None,
+            spec=None if spec == effect.spec else spec,
             failures=() if result is None else result.failures,
             ran_for=driver.ran_for,
             has_progress=driver.has_progress,
