@@ -875,7 +875,8 @@ class SupervisorMachine:
         if child.fate is not None and child.fate >= fate:
             return
         if child.is_due:
-            self._unschedule(child)
+            self._waiting.pop(child.name, None)
+            self._backing_off.discard(child.name)
             child.phase = ChildPhase.STOPPED
         child.fate, child.stop = fate, stop
         self._drop_new(child)
