@@ -54,6 +54,8 @@ class ChildLaunched(Event, frozen=True, kw_only=True):
             self.nproc_per_node,
         )
         status.enter("starting", self.time)
+        for child in status.children.keys() - {*self.children}:  # of what it was before a reload
+            del status.children[child]
         for child in self.children:
             status.at(child)
 

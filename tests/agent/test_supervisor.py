@@ -1187,6 +1187,13 @@ def test_a_group_changes_what_differs() -> None:
     assert play.children == {"a": "running", "b": "starting", "d": "starting"}
 
 
+def test_a_child_that_is_removed_is_reported() -> None:
+    play = started(group("a b"))
+    assert play(ReloadReceived("", group("a"))) == "-b"
+    assert play.end("b", None) == ""
+    assert play.events == ["ChildRemoved: b is removed"]
+
+
 def test_all_children_of_a_group_are_reloaded() -> None:
     play = started(group({"a": leaf(), "w": workers(2)}))
     assert play(ReloadReceived("", None)) == "restart a, reload w"

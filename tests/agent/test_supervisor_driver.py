@@ -160,6 +160,23 @@ async def test_workers_are_added_and_removed() -> None:
             agent.stop(child="3")
 
 
+async def test_the_tree_follows_its_spec() -> None:
+    """A child may become a group, workers or a gang, and be removed."""
+    slow = leaf(SLEEPER, stop=StopPlan.within(5))
+    gang = leaf(nproc_per_node=2)
+    kinds: list[LaunchSpec | GroupSpec] = [slow, GroupSpec({"x": slow}), workers(2), gang]
+    below = [[], ["a/x"], ["a/0", "a/1"], []]
+    async with Agent(GroupSpec({"a": slow, "gone": slow})) as agent:
+        await until_all_run(agent)
+        async with asyncio.timeout(60):
+            for kind, expected in [*zip(kinds, below, strict=True)] * 2:
+                assert await agent.reload("", GroupSpec({"a": kind, "b": slow}))
+                await until(lambda: "gone" not in agent.children())
+                assert [path for path in agent.children() if path.startswith("a/")] == expected
+                assert await agent.restart(child="a")
+                assert len(agent.pids("a")) == max(len(expected), 2 if kind is gang else 1)
+
+
 async def test_a_change_of_the_scale_ends() -> None:
     """Also one that changes nothing, or a child that does not run."""
     children: dict[str, LaunchSpec | GroupSpec] = {

@@ -697,6 +697,8 @@ class TreeRules:
         self._must_end |= {(one, g) for one in order for g in self._live.get(one, ())}
 
     def _check_finished(self, name: str, event: ChildFinished) -> None:
+        if name not in self._group.children:
+            return  # it was removed
         self._finished[name] = event.state
         self._again.discard(name)
         group = self._group
