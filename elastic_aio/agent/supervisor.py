@@ -377,6 +377,7 @@ class ChildState:
         self.fate: _Fate | None = None
         self.stop = StopReceived("")
         self.is_kept = False  # stopped, until its restart is requested
+        self.is_permanent = False  # no start can repair its failure
         self.outcome = JobOutcome(JobState.STOPPED, "it was not started", 0)
         self.former_restarts = 0
         self.own_restarts = 0  # that a leaf has made in the present generation
@@ -538,6 +539,11 @@ class SupervisorMachine:
     def restarts(self) -> int:
         """Restarts of children after failures so far, their own too."""
         return sum(child.restarts for child in self._children.values())
+
+    @property
+    def is_permanent(self) -> bool:
+        """Whether no start can repair the failure of a child that the end depends on."""
+        return any(one.is_permanent for one in self._deciding)
 
     def check(self, request: ChildRequest) -> None:
         """Raise SpecError for a request that no child can fulfil: before `handle`."""
@@ -729,6 +735,7 @@ class SupervisorMachine:
         if ended.spec is not None and child.spec is child.started_spec:
             child.take(ended.spec)
         child.is_up = child.is_ready = False
+        child.is_permanent = ended.is_permanent
         child.former_restarts += max(child.own_restarts, ended.outcome.restarts)
         child.own_restarts = 0
         child.outcome = replace(ended.outcome, failures=ended.failures or ended.outcome.failures)
@@ -858,7 +865,7 @@ class SupervisorMachine:
         self._waiting.pop(child.name, None)
         generation, child.starts = child.starts, child.starts + 1
         if spec is None:
-            child.generation, child.is_up = generation, True
+            child.generation, child.is_up, child.is_permanent = generation, True, False
             child.phase, child.is_ready = ChildPhase.STARTING, False
             child.started_spec, spec = child.spec, child.start_spec
         self._live.add(child.name)

@@ -892,6 +892,10 @@ class SupervisorDriver(BaseDriver):
         await self._finish(finish)
 
     @property
+    def is_permanent(self) -> bool:
+        return super().is_permanent or self._machine.is_permanent
+
+    @property
     def ran_for(self) -> float:
         return self._clock.now() - self._began
 

@@ -478,6 +478,34 @@ async def test_a_group_that_fails_is_started_anew_by_its_parent(tmp_path: Path) 
     assert (tmp_path / "n").read_text().split() == ["x"] * 3
 
 
+async def test_a_group_is_not_started_anew_for_what_no_start_repairs() -> None:
+    """As a program is not that does not exist."""
+    inner = GroupSpec({"a": leaf(["/nowhere/program"])}, restart="always")
+    async with Agent(GroupSpec({"inner": inner, "b": leaf()})) as agent:
+        events = [event async for event in agent.events()]
+        with pytest.raises(JobFailed, match="program"):
+            await agent.wait()
+    assert len(order(events, ChildLaunched)) == 3
+    assert agent.status().phase == "failed"
+
+
+async def test_the_logs_of_a_group_that_is_started_anew(tmp_path: Path) -> None:
+    """Its leaves have other directories, and go on with their numbers."""
+    failing = leaf(shell("echo $TORCHELASTIC_RUN_ID; exit 5"))
+    inner = GroupSpec({"a": failing}, max_restarts=2)
+    logs = LogSpec(log_dir=str(tmp_path), redirects=3)
+    async with Agent(GroupSpec({"inner": inner}, window=None, logs=logs)) as agent:
+        events = [event async for event in agent.events()]
+        with pytest.raises(JobFailed, match="exit code 5"):
+            await agent.wait()
+    launched = [one for one in events if isinstance(one, ChildLaunched) and one.child == "inner/a"]
+    assert [(one.generation, one.attempt) for one in launched] == [(0, 0), (1, 1), (2, 2)]
+    (run,) = tmp_path.iterdir()
+    found = sorted(run.glob("inner/a/attempt_*/0/stdout.log"))
+    assert [path.parts[-3] for path in found] == ["attempt_0", "attempt_1", "attempt_2"]
+    assert all(path.read_text() for path in found)
+
+
 async def test_a_preemption_gives_notice_to_all_leaves(tmp_path: Path) -> None:
     """The job is preempted when all have ended."""
     script = 'until [ -e "$ELASTIC_AIO_PENDING_CHANGE" ]; do sleep 0.01; done; '

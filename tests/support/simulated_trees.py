@@ -215,7 +215,9 @@ class SimSupervisor:
             case Finish(outcome):
                 if self.live:
                     self.tree.trace.fail(f"{self.path}: over, and {[*self.live]} run")
-                self._on_end(SimEnd(outcome, outcome.failures, 0.0, False, self.machine.spec))
+                machine = self.machine
+                end = SimEnd(outcome, outcome.failures, 0.0, machine.is_permanent, machine.spec)
+                self._on_end(end)
         child = self.live.get((getattr(effect, "name", ""), getattr(effect, "generation", -1)))
         match effect:
             case StopChild(_, _, reason, signal, plan) if child is not None:
