@@ -221,6 +221,10 @@ class JobPages:
         if worker is None:
             known = format_ranks(workers) or "none"
             return answer(f"no worker of this node has rank {rank[:9]}; it has: {known}\n", 404)
+        number = worker.rank
+        having = [leaf.child for leaf in leaves if any(one.rank == number for one in leaf.workers)]
+        if len(having) > 1:
+            return answer(f"rank {number} is of several children: {', '.join(having)}\n", 404)
         # The path comes from the job, and never from the request.
         path = worker.stdout_path if stream == "stdout" else worker.stderr_path
         if path is None:

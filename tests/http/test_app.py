@@ -274,4 +274,6 @@ async def test_the_pages_of_a_tree() -> None:
             answer = await ask(app, "/logs/g/b/0/stdout")
         assert answer.text == "I am b\n"
         assert (await ask(app, "/logs/x/0/stdout")).status_code == 404
+        answer = await ask(app, "/logs/0/stdout")
+        assert (answer.status_code, answer.text) == (404, "rank 0 is of several children: a, g/b\n")
         assert (await ask(app, "/readyz")).status_code == 200
