@@ -15,7 +15,18 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-from benchmarks import engines, failure, functions, neighbours, nodes, output, scale, start, store
+from benchmarks import (
+    engines,
+    failure,
+    functions,
+    neighbours,
+    nodes,
+    output,
+    scale,
+    start,
+    store,
+    trees,
+)
 from benchmarks.launchers import Launcher, describe_host, elastic_aio, find_torch, torchrun
 from benchmarks.table import Line, as_json, as_table
 from tests.support.leaks import begin_session
@@ -61,6 +72,8 @@ ROWS: dict[str, _Row] = {
     "spawn": functions.spawn,
     "value": functions.value,
     "preload": functions.preload,
+    "kill-one": trees.kill_one,
+    "reloads": trees.reloads,
     **_NODES,
     **_STORE,
     **_ENGINES,

@@ -1,0 +1,429 @@
+"""Supervisors of processes, each with a configuration of the same programs.
+
+A peer renders a `Setup` as its own configuration, and has commands for what a user asks of it.
+What it has no setting for raises `Lacks`: such a cell of the table says so, and was not run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.support.cli import REPOSITORY
+from tests.support.sockets import free_port
+
+__all__ = ["Lacks", "NotRun", "Peer", "Program", "Setup", "find_peers"]
+
+CHILD = Path(__file__).parent / "workers/child.py"
+_OTP = Path(__file__).parent / "workers/otp.erl"
+_STOP_S = 1
+"""Seconds between the SIGTERM and the SIGKILL of a child."""
+_INSTALL_S = 300
+
+
+class Lacks(Exception):
+    """A peer has no setting, or no command, for what a behaviour needs."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program to supervise; `words` are the behaviours of `workers/child.py`.
+
+    `serves` is a version that it answers at the listening socket of the setup.
+    """
+
+    name: str
+    words: tuple[str, ...] = ()
+    number: int = 1
+    restart: bool = True
+    after: str = ""
+    ready: str = ""  # "line": it prints "ready"; "http": it answers at `port`
+    alive: bool = False
+    port: int = 0
+    serves: str = ""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a peer has to run."""
+
+    programs: tuple[Program, ...]
+    ends_with: str = ""
+    limit: int | None = None  # restarts, before a child is given up
+    nested: bool = False  # the programs are a group of their own below the outermost one
+    port: int = 0  # of the listening socket
+    logs: bool = False
+    console: bool = False  # the output of all is that of the supervisor
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A supervisor that runs here.
+
+    Args:
+        name: column of the table.
+        version: what it says that it is.
+        tools: directory of its commands.
+    """
+
+    name: str
+    version: str
+    tools: Path
+
+    def write(self, setup: Setup, directory: Path) -> list[str]:
+        """Write the configuration; return the command that runs it in the foreground."""
+        raise NotImplementedError
+
+    def control(self, directory: Path, verb: str, *words: str) -> list[str]:
+        """Return the command of "status NAME", "reload" or "scale NAME OLD NEW"."""
+        raise Lacks
+
+    def say(self, directory: Path, verb: str, *words: str) -> str:
+        """Return what is written to the standard input of the supervisor for a request."""
+        raise Lacks
+
+    def broken(self, directory: Path) -> list[str]:
+        """Return the command that runs a configuration with an error."""
+        raise Lacks
+
+
+def _child(program: Program, directory: Path, fd: str = "") -> list[str]:
+    """Return the command of a program."""
+    words = [*program.words, *([f"serve={fd},{program.serves}"] if program.serves else [])]
+    return [sys.executable, "-S", str(CHILD), str(directory / "notes"), program.name, *words]
+
+
+def _refuse(*wanted: object) -> None:
+    if any(wanted):
+        raise Lacks
+
+
+class ElasticAio(Peer):
+    """`aio-elastic up`."""
+
+    def write(self, setup: Setup, directory: Path) -> list[str]:
+        """Write `jobs.toml`."""
+        (directory / "jobs.toml").write_text("\n".join(self._lines(setup, directory)) + "\n")
+        return self._command("up", str(directory / "jobs.toml"), "--reload-on-hup")
+
+    def _command(self, *words: str) -> list[str]:
+        return [sys.executable, "-P", "-m", "elastic_aio", *words]
+
+    def _lines(self, setup: Setup, directory: Path) -> Iterator[str]:
+        yield 'run_id = "table"'
+        if setup.ends_with:
+            yield f'ends_with = "{setup.ends_with}"'
+        if setup.logs:
+            yield f'logs = {{ log_dir = "{directory}/logs", redirects = "3" }}'
+        above = "group.children." if setup.nested else ""
+        if setup.nested:
+            yield "[children.group]\nmax_restarts = 1\nwindow = { count = 1, seconds = 10 }"
+        for program in setup.programs:
+            yield f"[children.{above}{program.name}]"
+            yield f"command = {json.dumps(_child(program, directory, '3'))}"
+            yield f"stop = {_STOP_S}"
+            yield from self._settings(setup, program)
+
+    def _settings(self, setup: Setup, program: Program) -> Iterator[str]:
+        when = "always" if program.restart and setup.limit is None else "on-failure"
+        scope = "worker" if program.number > 1 else "group"
+        yield f'restart = {{ when = "{when}", scope = "{scope}" }}'
+        if program.restart:
+            yield f"max_restarts = {3 if setup.limit is None else setup.limit}"
+        yield f"nproc_per_node = {program.number}"
+        if program.after:
+            yield f'after = ["{program.after}"]'
+        http = f'{{ http = "http://127.0.0.1:{program.port}/", period = 0.1, timeout = 0.5 }}'
+        line = '{ log = "ready" }'
+        if program.ready:
+            yield f"ready = {http if program.ready == 'http' else line}"
+        if program.alive:
+            yield f"alive = {http}"
+        if program.serves:
+            yield f'sockets = ["tcp://127.0.0.1:{setup.port}"]'
+
+    def control(self, directory: Path, verb: str, *words: str) -> list[str]:
+        """Return `aio-elastic status`, `reload` or `scale` of the job."""
+        if verb == "scale":
+            words = (words[0], words[2])
+        return self._command(verb, "table", *words)
+
+    def broken(self, directory: Path) -> list[str]:
+        """Run a child without a command."""
+        (directory / "jobs.toml").write_text("[children.web]\ncommand = []\n")
+        return self._command("up", str(directory / "jobs.toml"))
+
+
+class Supervisord(Peer):
+    """supervisord, in the foreground, with its control socket."""
+
+    def write(self, setup: Setup, directory: Path) -> list[str]:
+        """Write `supervisord.conf`."""
+        _refuse(setup.ends_with, setup.nested)
+        text = [
+            f"[supervisord]\nnodaemon=true\nlogfile={directory}/main.log\n"
+            f"pidfile={directory}/pid\nchildlogdir={directory}",
+            f"[unix_http_server]\nfile={directory}/control",
+            f"[supervisorctl]\nserverurl=unix://{directory}/control",
+            "[rpcinterface:supervisor]\nsupervisor.rpcinterface_factory ="
+            " supervisor.rpcinterface:make_main_rpcinterface",
+            *(self._section(setup, program, directory) for program in setup.programs),
+        ]
+        (directory / "supervisord.conf").write_text("\n".join(text) + "\n")
+        return [str(self.tools / "supervisord"), "-c", str(directory / "supervisord.conf")]
+
+    def _section(self, setup: Setup, program: Program, directory: Path) -> str:
+        _refuse(program.ready, program.alive)
+        # Only the sections of FastCGI have a socket; it is standard input of any program.
+        kind = "fcgi-program" if program.serves else "program"
+        log = f"{directory}/%(program_name)s.log" if setup.logs else "/dev/fd/1"
+        lines = [
+            f"[{kind}:{program.name}]",
+            f"command={' '.join(_child(program, directory, '0'))}",
+            f"autorestart={'true' if program.restart else 'false'}",
+            f"stopwaitsecs={_STOP_S}\nstopasgroup=true\nkillasgroup=true",
+            f"priority={2 if program.after else 1}",
+            f"stdout_logfile={log}\nstdout_logfile_maxbytes=0",
+        ]
+        if setup.limit is not None:
+            lines.append(f"startretries={setup.limit}")
+        if program.number > 1:
+            lines.append(f"numprocs={program.number}\nprocess_name=%(process_num)s")
+        if program.serves:
+            lines.append(f"socket=tcp://127.0.0.1:{setup.port}")
+        return "\n".join(lines)
+
+    def control(self, directory: Path, verb: str, *words: str) -> list[str]:
+        """Return `supervisorctl status` or `update`, which also makes a new number of processes."""
+        command = [str(self.tools / "supervisorctl"), "-c", str(directory / "supervisord.conf")]
+        return [*command, *({"status": ["status", *words]}.get(verb, ["update"]))]
+
+    def broken(self, directory: Path) -> list[str]:
+        """Run a program without a command."""
+        command = self.write(Setup((Program("web"),)), directory)
+        path = directory / "supervisord.conf"
+        path.write_text(path.read_text().replace("command=", "comand="))
+        return command
+
+
+class Circus(Peer):
+    """circusd, with its control socket."""
+
+    def write(self, setup: Setup, directory: Path) -> list[str]:
+        """Write `circus.ini`."""
+        _refuse(setup.ends_with, setup.nested)
+        ports = directory / "ports"
+        if not ports.exists():  # a second configuration has the same ones
+            ports.write_text(f"{free_port()} {free_port()}")
+        control, events = ports.read_text().split()
+        text = [
+            f"[circus]\nendpoint=tcp://127.0.0.1:{control}\npubsub_endpoint=tcp://127.0.0.1:{events}",
+            *(self._section(setup, program, directory) for program in setup.programs),
+        ]
+        if setup.port:
+            text.append(f"[socket:web]\nhost=127.0.0.1\nport={setup.port}")
+        (directory / "circus.ini").write_text("\n".join(text) + "\n")
+        return [str(self.tools / "circusd"), str(directory / "circus.ini")]
+
+    def _section(self, setup: Setup, program: Program, directory: Path) -> str:
+        _refuse(program.ready, program.alive)
+        words = _child(program, directory, "$(circus.sockets.web)")
+        lines = [
+            f"[watcher:{program.name}]\ncmd={' '.join(words)}",
+            f"numprocesses={program.number}\ncopy_env=True\ngraceful_timeout={_STOP_S}",
+            f"respawn={program.restart}\npriority={1 if program.after else 2}",
+            "use_sockets=True\nstop_children=True",
+        ]
+        if setup.limit is not None:
+            lines.append(f"max_retry={setup.limit}")
+        if setup.logs:
+            log = f"{directory}/{program.name}.log"
+            lines.append(f"stdout_stream.class=FileStream\nstdout_stream.filename={log}")
+        return "\n".join(lines)
+
+    def control(self, directory: Path, verb: str, *words: str) -> list[str]:
+        """Return `circusctl status`, `reloadconfig`, or `incr`."""
+        port = (directory / "ports").read_text().split()[0]
+        command = [str(self.tools / "circusctl"), "--endpoint", f"tcp://127.0.0.1:{port}"]
+        if verb == "scale":
+            name, old, new = words
+            more = int(new) - int(old)
+            return [*command, "incr" if more > 0 else "decr", name, str(abs(more))]
+        return [*command, *({"status": ["listpids", *words]}.get(verb, ["reloadconfig"]))]
+
+    def broken(self, directory: Path) -> list[str]:
+        """Run a watcher without a command."""
+        command = self.write(Setup((Program("web"),)), directory)
+        path = directory / "circus.ini"
+        path.write_text(path.read_text().replace("cmd=", "comand="))
+        return command
+
+
+class Honcho(Peer):
+    """honcho, with a Procfile."""
+
+    def write(self, setup: Setup, directory: Path) -> list[str]:
+        """Write `Procfile`."""
+        _refuse(setup.nested, setup.port, setup.logs, setup.limit is not None)
+        lines = []
+        for program in setup.programs:
+            _refuse(program.after, program.ready, program.alive)
+            lines.append(f"{program.name}: exec {' '.join(_child(program, directory))}")
+        (directory / "Procfile").write_text("\n".join(lines) + "\n")
+        numbers = ",".join(f"{each.name}={each.number}" for each in setup.programs)
+        command = [str(self.tools / "honcho"), "-f", str(directory / "Procfile")]
+        return [*command, "start", "--no-colour", "-c", numbers]
+
+    def broken(self, directory: Path) -> list[str]:
+        """Run a line that has no colon."""
+        (directory / "Procfile").write_text("web true\n")
+        return [str(self.tools / "honcho"), "-f", str(directory / "Procfile"), "start"]
+
+
+class Otp(Peer):
+    """A supervisor in Erlang: `workers/otp.erl`."""
+
+    def write(self, setup: Setup, directory: Path) -> list[str]:
+        """Write the children as Erlang terms."""
+        _refuse(setup.port, setup.logs, setup.console)
+        children = [
+            self._term(setup, program, number, directory)
+            for program in setup.programs
+            for number in range(program.number)
+        ]
+        intensity = 100 if setup.limit is None else setup.limit
+        shut = ", auto_shutdown => any_significant" if setup.ends_with else ""
+        flags = f"#{{intensity => {intensity}, period => 10{shut}}}"
+        if setup.nested:
+            children = [f"{{nested, {flags}, [{', '.join(children)}]}}"]
+            flags = "#{intensity => 1, period => 10}"
+        terms = [f"{{sup, {flags}}}", *children]
+        (directory / "children").write_text("".join(f"{term}.\n" for term in terms))
+        return self._command(directory)
+
+    def _command(self, directory: Path) -> list[str]:
+        main = f'otp:main(["{directory}/children"])'
+        return [str(self.tools / "erl"), "-noshell", "-pa", str(self.tools), "-eval", main]
+
+    def _term(self, setup: Setup, program: Program, number: int, directory: Path) -> str:
+        _refuse(program.alive, program.ready == "http")
+        name = f"{program.name}{number or ''}"
+        ends = program.name == setup.ends_with
+        restart = "temporary" if ends or not program.restart else "permanent"
+        waits = str(program.ready == "line").lower()
+        words = json.dumps(_child(program, directory))
+        fields = [json.dumps(name), restart, str(ends).lower(), waits, f"{_STOP_S}000", words]
+        return f"{{child, {', '.join(fields)}}}"
+
+    def say(self, directory: Path, verb: str, *words: str) -> str:
+        """Ask for a pid, or start further children by `supervisor:start_child/2`."""
+        if verb == "status":
+            return f"pid {words[0]}\n"
+        if verb != "scale":
+            raise Lacks
+        name, old, new = words
+        numbers = range(int(old), int(new))
+        terms = [self._term(Setup(()), Program(name), number, directory) for number in numbers]
+        return "".join(f"add {term}.\n" for term in terms)
+
+    def broken(self, directory: Path) -> list[str]:
+        """Run a child whose specification has a wrong restart type."""
+        command = self.write(Setup((Program("web"),)), directory)
+        path = directory / "children"
+        path.write_text(path.read_text().replace("permanent", "permanet"))
+        return command
+
+
+@dataclass(frozen=True)
+class NotRun:
+    """A peer that does not run here, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Finder:
+    """Installs peers below a directory."""
+
+    directory: Path
+    found: list[Peer | NotRun] = field(default_factory=list)
+
+    def _try(self, name: str, find: Callable[[], Peer]) -> None:
+        try:
+            self.found.append(find())
+        except (OSError, subprocess.SubprocessError) as error:
+            text = getattr(error, "stderr", "") or str(error)
+            self.found.append(NotRun(name, text.strip().splitlines()[-1]))
+
+    def all(self) -> list[Peer | NotRun]:
+        """Return all peers, and reasons for those that do not run."""
+        self.found.append(ElasticAio("elastic_aio", _output("git", "describe", "--always"), Path()))
+        self._try("supervisord", lambda: self._pypi(Supervisord, "supervisord", "supervisor"))
+        self._try("circus", lambda: self._pypi(Circus, "circus", "circus"))
+        self._try("honcho", lambda: self._pypi(Honcho, "honcho", "honcho"))
+        self._try("OTP", self._otp)
+        self._try("systemd", _systemd)
+        self._try("process-compose", _process_compose)
+        return self.found
+
+    def _pypi(self, kind: type[Peer], name: str, package: str) -> Peer:
+        home = self.directory / "venv"
+        if not home.exists():
+            _output(sys.executable, "-m", "venv", str(home))
+        _output(str(home / "bin/pip"), "install", "--quiet", package)
+        shown = _output(str(home / "bin/pip"), "show", package)
+        version = next(line for line in shown.splitlines() if line.startswith("Version: "))
+        return kind(name, version.partition(" ")[2], home / "bin")
+
+    def _otp(self) -> Peer:
+        """Use the installed Erlang, or unpack Debian's package without installing it."""
+        home = self.directory / "otp"
+        home.mkdir()
+        if installed := shutil.which("erl"):
+            (home / "erl").symlink_to(installed)
+        else:
+            _output("apt-get", "download", "erlang-base", cwd=home)
+            (archive,) = home.glob("*.deb")
+            _output("dpkg", "-x", str(archive), str(home / "root"))
+            root = home / "root/usr/lib/erlang"
+            script = root / "bin/erl"
+            script.write_text(script.read_text().replace("/usr/lib/erlang", str(root)))
+            (home / "erl").symlink_to(script)
+            (home / "erlc").symlink_to(root / "bin/erlc")
+        path = f"{(home / 'erl').resolve().parent}:{os.environ['PATH']}"
+        compiler = (home / "erl").resolve().with_name("erlc")
+        _output(str(compiler), "-o", str(home), str(_OTP), env={**os.environ, "PATH": path})
+        code = "io:format(erlang:system_info(otp_release)), halt()"
+        version = _output(str(home / "erl"), "-noshell", "-eval", code)
+        return Otp("OTP", version, home)
+
+
+def _systemd() -> Peer:
+    """Systemd runs programs only where it is, or may reach, the first process."""
+    _output("systemd-run", "--wait", "--quiet", "true")
+    raise OSError("systemd runs here, and has no configuration in this benchmark yet")
+
+
+def _process_compose() -> Peer:
+    if shutil.which("process-compose"):
+        raise OSError("it is here, and has no configuration in this benchmark yet")
+    raise OSError("no package of PyPI or Debian has it, and it is not installed")
+
+
+def _output(*command: str, cwd: Path = REPOSITORY, env: dict[str, str] | None = None) -> str:
+    ended = subprocess.run(
+        command, cwd=cwd, env=env, capture_output=True, text=True, check=True, timeout=_INSTALL_S
+    )
+    return ended.stdout.strip()
+
+
+def find_peers(directory: Path) -> list[Peer | NotRun]:
+    """Install the peers below a directory; return them, ours first."""
+    return _Finder(directory).all()
