@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from tests.support.cli import REPOSITORY
 from tests.support.sockets import free_port
@@ -75,6 +77,8 @@ class Peer:
     name: str
     version: str
     tools: Path
+    reloads_by: ClassVar[int] = 0
+    """Signal by which it reads its configuration anew; 0: a command does so."""
 
     def write(self, setup: Setup, directory: Path) -> list[str]:
         """Write the configuration; return the command that runs it in the foreground."""
@@ -105,7 +109,9 @@ def _refuse(*wanted: object) -> None:
 
 
 class ElasticAio(Peer):
-    """`aio-elastic up`."""
+    """`aio-elastic up --reload-on-hup`."""
+
+    reloads_by = int(signal.SIGHUP)
 
     def write(self, setup: Setup, directory: Path) -> list[str]:
         """Write `jobs.toml`."""
@@ -119,7 +125,9 @@ class ElasticAio(Peer):
         yield 'run_id = "table"'
         if setup.ends_with:
             yield f'ends_with = "{setup.ends_with}"'
-        if setup.logs:
+        if any(program.ready == "line" for program in setup.programs):
+            yield 'logs = { tee = "3" }'  # lines are read where they are in files
+        elif setup.logs:
             yield f'logs = {{ log_dir = "{directory}/logs", redirects = "3" }}'
         above = "group.children." if setup.nested else ""
         if setup.nested:
@@ -149,7 +157,7 @@ class ElasticAio(Peer):
             yield f'sockets = ["tcp://127.0.0.1:{setup.port}"]'
 
     def control(self, directory: Path, verb: str, *words: str) -> list[str]:
-        """Return `aio-elastic status`, `reload` or `scale` of the job."""
+        """Return `aio-elastic status` or `scale` of the job."""
         if verb == "scale":
             words = (words[0], words[2])
         return self._command(verb, "table", *words)

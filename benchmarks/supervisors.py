@@ -35,6 +35,8 @@ from tests.support.sockets import free_port
 _MARK = "SUPERVISORS_RUN"
 _WAIT_S = 15.0
 """Seconds in which what is awaited of a peer has to happen."""
+_RELOAD_S = 8.0
+"""Seconds for a reload of four servers."""
 _SETTLE_S = 2.0
 """Seconds after which what has not happened counts as never."""
 
@@ -156,6 +158,13 @@ class Run:
         self.process.stdin.flush()
         time.sleep(0.5)
         return self.out()
+
+    def reload(self) -> None:
+        """Let it read its configuration anew."""
+        if self._peer.reloads_by:
+            self.process.send_signal(self._peer.reloads_by)
+        else:
+            self.ask("reload")
 
     def rewrite(self, setup: Setup) -> None:
         """Write another configuration in the place of the present one."""
@@ -511,10 +520,10 @@ def _reloaded(peer: Peer, version: str) -> tuple[_Answers, str]:
             time.sleep(0.2)
             run.rewrite(_servers(port, version))
             try:
-                run.ask("reload")
+                run.reload()
             except subprocess.TimeoutExpired:
                 return answers, "nothing"
-            time.sleep(_SETTLE_S)
+            time.sleep(_RELOAD_S)
             with suppress(TimeoutError):
                 count = len(answers.versions)
                 wait_until(lambda: len(answers.versions) > count + 20, "answers", 2)
