@@ -125,7 +125,7 @@ class ElasticAio(Peer):
         yield 'run_id = "table"'
         if setup.ends_with:
             yield f'ends_with = "{setup.ends_with}"'
-        if any(program.ready == "line" for program in setup.programs):
+        if setup.console or any(program.ready == "line" for program in setup.programs):
             yield 'logs = { tee = "3" }'  # lines are read where they are in files
         elif setup.logs:
             yield f'logs = {{ log_dir = "{directory}/logs", redirects = "3" }}'
@@ -256,14 +256,14 @@ class Circus(Peer):
         return "\n".join(lines)
 
     def control(self, directory: Path, verb: str, *words: str) -> list[str]:
-        """Return `circusctl status`, `reloadconfig`, or `incr`."""
+        """Return `circusctl list`, `reloadconfig`, or `incr`."""
         port = (directory / "ports").read_text().split()[0]
         command = [str(self.tools / "circusctl"), "--endpoint", f"tcp://127.0.0.1:{port}"]
         if verb == "scale":
             name, old, new = words
             more = int(new) - int(old)
             return [*command, "incr" if more > 0 else "decr", name, str(abs(more))]
-        return [*command, *({"status": ["listpids", *words]}.get(verb, ["reloadconfig"]))]
+        return [*command, *({"status": ["list", *words]}.get(verb, ["reloadconfig"]))]
 
     def broken(self, directory: Path) -> list[str]:
         """Run a watcher without a command."""

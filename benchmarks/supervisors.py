@@ -20,9 +20,11 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +41,9 @@ _RELOAD_S = 8.0
 """Seconds for a reload of four servers."""
 _SETTLE_S = 2.0
 """Seconds after which what has not happened counts as never."""
+
+
+_RUNS_ON = f"runs on after {_WAIT_S:.0f} s"
 
 
 class Note(NamedTuple):
@@ -67,7 +72,7 @@ class Run:
         self.process = self._start()
 
     def _start(self) -> subprocess.Popen[str]:
-        with (self.directory / "out").open("w") as out, (self.directory / "err").open("w") as err:
+        with (self.directory / "out").open("a") as out, (self.directory / "err").open("a") as err:
             return subprocess.Popen(
                 self.command,
                 stdin=subprocess.PIPE,
@@ -180,7 +185,7 @@ class Run:
         try:
             return str(self.process.wait(seconds))
         except subprocess.TimeoutExpired:
-            return "does not end"
+            return _RUNS_ON
 
     def out(self) -> str:
         """Return its output so far."""
@@ -247,7 +252,7 @@ def _stubborn(peer: Peer) -> str:
         took = time.monotonic() - began
         time.sleep(0.2)
         _, left = run.processes()
-        return f"{len(left)} of 2 left, after {took:.1f} s" if code != "does not end" else code
+        return f"{len(left)} of 2 left, after {took:.1f} s" if code != _RUNS_ON else code
 
 
 def _daemon(peer: Peer) -> str:
@@ -258,7 +263,7 @@ def _daemon(peer: Peer) -> str:
         code = run.stop()
         time.sleep(0.2)
         _, left = run.processes()
-        return f"{len(left)} of 1 left" if code != "does not end" else code
+        return f"{len(left)} of 1 left" if code != _RUNS_ON else code
 
 
 def _sigkill(peer: Peer) -> str:
@@ -327,7 +332,7 @@ def _limit(peer: Peer) -> str:
         wait_until(lambda: bool(run.notes("start")), "start", _WAIT_S)
         code = run.end(12)
         starts = len(run.notes("start"))
-        if code == "does not end":
+        if code == _RUNS_ON:
             time.sleep(3)
             more = len(run.notes("start")) - starts
             return f"{starts} starts, runs on" + (", starts go on" if more else "")
@@ -562,9 +567,9 @@ def _memory(peer: Peer) -> str:
 
 
 def _private(pid: int) -> int:
-    """Return the memory of a process in kB, its share of shared pages included."""
+    """Return the memory in kB that a process has written, and shares with no other."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    (line,) = (line for line in text.splitlines() if line.startswith("Pss:"))
+    (line,) = (line for line in text.splitlines() if line.startswith("Private_Dirty:"))
     return int(line.split()[1])
 
 
@@ -596,12 +601,17 @@ BEHAVIOURS: dict[str, tuple[str, Behaviour]] = {
     "prefix": ("a line of a child in the common output", _prefixed),
     "logs": ("a log file for each child", _logged),
     "config": ("an error in the configuration", _broken_file),
-    "memory": ("memory of the supervisor with 8 children, and for each further one", _memory),
+    "memory": ("private memory of the supervisor: with 8 children, for each further one", _memory),
 }
 
 
 _UNEXPECTED = (OSError, ValueError, LookupError, subprocess.SubprocessError)
 """Raised where a peer does what no behaviour expects: that fails one cell. TimeoutError too."""
+
+
+_ALONE = ("back", "socket", "reload", "memory")
+"""Behaviours with a figure: the peers are measured one after the other."""
+_AT_A_TIME = 3
 
 
 def _cell(peer: Peer | NotRun, behaviour: Behaviour) -> str:
@@ -629,7 +639,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for key in arguments.only or BEHAVIOURS:
             began = time.monotonic()
             title, behaviour = BEHAVIOURS[key]
-            rows.append([title, *(_cell(peer, behaviour) for peer in peers)])
+            with ThreadPoolExecutor(1 if key in _ALONE else _AT_A_TIME) as pool:
+                cells = pool.map(partial(_cell, behaviour=behaviour), peers)
+                rows.append([title, *cells])
             print(f"{key}: {time.monotonic() - began:.0f} s", rows[-1][1:], file=sys.stderr)
     print("\n".join(_document(peers, rows)))
     return 0
@@ -645,7 +657,8 @@ def _document(peers: Sequence[Peer | NotRun], rows: Sequence[Sequence[str]]) -> 
     yield "|---" * (1 + len(shown)) + "|"
     indices = [index for index, peer in enumerate(peers) if isinstance(peer, Peer)]
     for title, *cells in rows:
-        yield f"| {title} | " + " | ".join(cells[index] for index in indices) + " |"
+        shown_cells = [cells[index].replace("|", "\\|") for index in indices]
+        yield f"| {title} | " + " | ".join(shown_cells) + " |"
     yield ""
     for peer in absent:
         yield f"* {peer.name}: not run here: {peer.reason}"

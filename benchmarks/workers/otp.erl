@@ -19,7 +19,7 @@ main([File]) ->
     {ok, [{sup, Flags} | Children]} = file:consult(File),
     case group(Flags, Children) of
         {ok, Sup} -> spawn(fun() -> commands(Sup) end), wait(Sup);
-        {error, _} -> halt(1)
+        {error, Reason} -> io:format(standard_error, "~0p~n", [Reason]), halt(1)
     end.
 
 wait(Sup) ->
