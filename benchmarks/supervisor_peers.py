@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import ClassVar
 
@@ -372,7 +373,7 @@ class _Finder:
 
     def all(self) -> list[Peer | NotRun]:
         """Return all peers, and reasons for those that do not run."""
-        self.found.append(ElasticAio("elastic_aio", _output("git", "describe", "--always"), Path()))
+        self.found.append(ElasticAio("elastic_aio", version("elastic_aio"), Path()))
         self._try("supervisord", lambda: self._pypi(Supervisord, "supervisord", "supervisor"))
         self._try("circus", lambda: self._pypi(Circus, "circus", "circus"))
         self._try("honcho", lambda: self._pypi(Honcho, "honcho", "honcho"))
@@ -387,8 +388,8 @@ class _Finder:
             _output(sys.executable, "-m", "venv", str(home))
         _output(str(home / "bin/pip"), "install", "--quiet", package)
         shown = _output(str(home / "bin/pip"), "show", package)
-        version = next(line for line in shown.splitlines() if line.startswith("Version: "))
-        return kind(name, version.partition(" ")[2], home / "bin")
+        line = next(line for line in shown.splitlines() if line.startswith("Version: "))
+        return kind(name, line.partition(" ")[2], home / "bin")
 
     def _otp(self) -> Peer:
         """Use the installed Erlang, or unpack Debian's package without installing it."""
@@ -409,8 +410,8 @@ class _Finder:
         compiler = (home / "erl").resolve().with_name("erlc")
         _output(str(compiler), "-o", str(home), str(_OTP), env={**os.environ, "PATH": path})
         code = "io:format(erlang:system_info(otp_release)), halt()"
-        version = _output(str(home / "erl"), "-noshell", "-eval", code)
-        return Otp("OTP", version, home)
+        release = _output(str(home / "erl"), "-noshell", "-eval", code)
+        return Otp("OTP", release, home)
 
 
 def _systemd() -> Peer:
