@@ -116,6 +116,8 @@ class JobOutput:
         self.capture = Capture()
         self._place = place
         self._child = "" if place is None else place.path
+        # An independent worker of a job without children has its rank as its path.
+        self._is_named = place is not None and (place.worker is None or "/" in place.path)
         self.logged = LoggedStreams()
         self._on_pipes = on_pipes
         self._may_capture = may_capture and spec.logs.capture
@@ -304,7 +306,13 @@ class JobOutput:
                 for plan, name in plans.values():  # two streams may be one
                     if plan.path is not None:
                         fields = PrefixFields(
-                            self._spec.role, ranks.rank, ranks.local_rank, attempt, self._host, name
+                            self._spec.role,
+                            ranks.rank,
+                            ranks.local_rank,
+                            attempt,
+                            self._host,
+                            name,
+                            self._child if self._is_named else "",
                         )
                         relay = streams.relays.pop(plan.path, None)
                         logged = LoggedStream(

@@ -26,7 +26,7 @@ from elastic_aio.errors import JobNotFound
 from elastic_aio.events import WorkerStarted
 from elastic_aio.launcher import run_coroutine
 from elastic_aio.logs.files import NODE_FILE
-from elastic_aio.logs.lines import LogLine
+from elastic_aio.logs.lines import LogLine, worker_name
 from elastic_aio.logs.log_file import last_lines
 from elastic_aio.logs.reader import LogReader
 from elastic_aio.logs.streams import LoggedStream, LoggedStreams
@@ -125,13 +125,6 @@ def _job_and_rank(
     if is_child or (parse_int(text) is None and status is not None and status.children):
         return job, None, text
     return job, parse_number("RANK", text), ""
-
-
-def _name_of(line: LogLine) -> str:
-    """Return the name of a worker before its lines: its rank, in a tree with its child."""
-    if not line.child or line.child.rpartition("/")[2] == str(line.rank):
-        return line.child or str(line.rank)
-    return f"{line.child}:{line.rank}"
 
 
 def streams_without_file(workers: Sequence[WorkerStatus]) -> str:
@@ -250,7 +243,9 @@ class LinePrinter:
             _note(f"rank {line.rank}: {size} of {line.stream} can be read no more")
         if self._unfinished != source or line.missed != 0:
             if self._has_prefix and text:
-                text = f"[{_name_of(line)}]: ".encode() + text
+                # An independent worker of a job without children has its rank as its path.
+                child = "" if line.child == str(line.rank) else line.child
+                text = f"[{worker_name(child, line.rank)}]: ".encode() + text
             if self._unfinished is not None:
                 text = b"\n" + text
         if line.raw:

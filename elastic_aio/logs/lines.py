@@ -234,6 +234,13 @@ class PrefixFields(Struct, frozen=True):
     attempt: int
     host: str
     stream: str
+    child: str = ""
+    """The path of its child in a tree; empty: the job has no children with names."""
+
+
+def worker_name(child: str, rank: int) -> str:
+    """Return the name of a worker before its lines: its rank, in a tree after its child's path."""
+    return f"{child}:{rank}" if child else str(rank)
 
 
 def make_prefix(
@@ -242,11 +249,14 @@ def make_prefix(
     """Return a function that returns the prefix of lines that are read now.
 
     The variables are `${role}` (torch: `${role_name}`), `${rank}`, `${local_rank}`, `${attempt}`,
-    `${host}`, `${stream}` and `${timestamp}`; unknown ones stay as they are, and `$$` is a dollar
-    sign (`string.Template`).  Without a template, it is torchrun's default.  `now` returns the time
-    as text; it is called once per chunk, and only if it is used.
+    `${host}`, `${stream}`, `${child}` and `${timestamp}`; unknown ones stay as they are, and `$$`
+    is a dollar sign (`string.Template`).  Without a template, it is torchrun's default, for a child
+    `worker_name`.  `now` returns the time as text; it is called once per chunk, and only if it is
+    used.
     """
     values = asdict(fields) | {"role_name": fields.role}
+    if not template and fields.child:
+        return fixed_prefix(f"[{worker_name(fields.child, fields.rank)}]:")
     parsed = Template(template or DEFAULT_PREFIX)
     if "timestamp" in parsed.template:
         return lambda: parsed.safe_substitute(values, timestamp=now()).encode("utf-8", "replace")

@@ -217,9 +217,9 @@ class LogSpec(SpecValue, prefix="logs."):
         own_option="--log-prefix TEMPLATE",
         help="template of the prefix of tee'd lines (default '[${role}${local_rank}]:')",
     )
-    """Template of the line prefix; None is torchrun's `[${role}${local_rank}]:`.  `${role}` (or
-    `${role_name}`), `${rank}`, `${local_rank}`, `${attempt}`, `${host}`, `${stream}` and
-    `${timestamp}` are replaced."""
+    """Template of the line prefix; None is torchrun's `[${role}${local_rank}]:`, for a child of a
+    group `[CHILD:RANK]:`.  `${role}` (or `${role_name}`), `${rank}`, `${local_rank}`, `${attempt}`,
+    `${host}`, `${stream}`, `${child}` and `${timestamp}` are replaced."""
     duplicate_stdout_filters: Converted[tuple[str, ...], Iterable[str]] = field(
         default=(),
         check=_filters,

@@ -12,8 +12,8 @@ from elastic_aio.logs.lines import LogLine
 from elastic_aio.status import JobStatus, WorkerStatus
 
 
-def line(raw: bytes, rank: int = 3, stream: str = "stdout", missed: int | None = 0) -> LogLine:
-    return LogLine(rank, stream, 0, 0.0, raw, missed)
+def line(raw: bytes, rank: int = 3, *, missed: int | None = 0, child: str = "") -> LogLine:
+    return LogLine(rank, "stdout", 0, 0.0, raw, missed, child)
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,9 @@ def line(raw: bytes, rank: int = 3, stream: str = "stdout", missed: int | None =
         ([line(b"a long "), line(b"line"), line(b" ends\n")], b"[3]: a long line ends\n"),
         ([line(b"cut"), line(b"new\n", missed=5)], b"[3]: cut\n[3]: new\n"),
         ([line(b"", missed=5)], b""),
+        ([line(b"one\n", child="web/3")], b"[web/3:3]: one\n"),
+        ([line(b"one\n", child="a/0")], b"[a/0:3]: one\n"),
+        ([line(b"one\n", child="3")], b"[3]: one\n"),
     ],
 )
 def test_lines_are_whole_and_have_their_prefix(

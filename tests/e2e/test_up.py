@@ -178,5 +178,5 @@ def test_a_procfile(tmp_path: Path) -> None:
     (tmp_path / "Procfile").write_text("web: echo $PORT; exec sleep 99\nend: sleep 0.5; exit 3\n")
     ended = run_program([*CLI, "up", "--concurrency", "web=2"], cwd=tmp_path)
     assert ended.code == 3, ended.err
-    assert sorted(ended.out.split()) == ["[web0]:5000", "[web1]:5001"]
+    assert sorted(ended.out.split()) == ["[web/0:0]:5000", "[web/1:1]:5001"]
     assert not leaked_processes()

@@ -247,6 +247,13 @@ def test_variables_are_replaced(template: str | None, text: bytes) -> None:
     assert prefix() == text
 
 
+def test_a_child_has_its_path_and_its_rank() -> None:
+    """A template may have them in another form."""
+    fields = PrefixFields("web", 1, 1, 0, "h", "stdout", "serving/3")
+    assert make_prefix(None, fields, never)() == b"[serving/3:1]:"
+    assert make_prefix("${child}|", fields, never)() == b"serving/3|"
+
+
 def test_the_time_is_that_of_the_lines() -> None:
     """With a time in it, the prefix is made anew for each chunk."""
     times: Iterator[str] = iter(["12:00", "12:01"])
