@@ -131,7 +131,7 @@ class JobStatus(Struct, frozen=True, kw_only=True):
     workers: tuple[WorkerStatus, ...] = ()
     """The workers of this node in the latest attempt, by local rank."""
     child: str = ""
-    """The path of this child in its tree, such as `serving/replica-3`; empty for the job itself."""
+    """The path of this child in its tree, such as `serving/3`; empty for the job itself."""
     generation: int = 0
     """Number of the latest start of this child, from 0."""
     ready_since: float | None = None

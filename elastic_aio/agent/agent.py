@@ -61,7 +61,7 @@ class Agent:
     any event loop and any thread, and never touches signal handlers.  Before the start, all other
     methods raise RuntimeError.
 
-    A `child` is the path of a child of a `GroupSpec`, such as `serving/replica-3`, or the rank of a
+    A `child` is the path of a child of a `GroupSpec`, such as `serving/3`, or the rank of a
     worker of independent workers; empty, it is the whole job.  SpecError: there is no such child.
 
     ::

@@ -213,7 +213,7 @@ def add_child(parser: OptionParser) -> None:
         "child",
         nargs="?",
         metavar="CHILD",
-        help="path of a child of a group, such as serving/replica-3, or the rank of an independent"
+        help="path of a child of a group, such as serving/3, or the rank of an independent"
         " worker (default: the whole job)",
     )
 

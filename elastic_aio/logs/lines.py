@@ -43,7 +43,7 @@ class LogLine(Struct, frozen=True, gc=False):
     """Bytes of the stream before this line that are not in its file any more; None if their
     number is unknown.  If nothing follows them, `raw` is empty."""
     child: str = ""
-    """The path of its child in a tree, such as `serving/replica-3`."""
+    """The path of its child in a tree, such as `serving/3`."""
 
     @property
     def text(self) -> str:
