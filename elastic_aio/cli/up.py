@@ -89,20 +89,25 @@ def _counts(text: str | None) -> dict[str, int]:
 def read_spec(path: str, concurrency: Mapping[str, int]) -> AnySpec:
     """Return what a file describes, or raise a UsageError.
 
-    A `.env` beside a Procfile is for its processes, whose lines have prefixes.
+    The lines of children have prefixes, unless the `logs` of a TOML file are set.  A `.env` beside
+    a Procfile is for its processes.
     """
     text, directory = _text_of(path), os.path.dirname(os.path.abspath(path))
+    spec: AnySpec
     try:
         if path.endswith(".toml"):
             if concurrency:
                 raise UsageError("--concurrency: has no effect with a TOML file")
-            return spec_from_toml(text, directory)
-        variables = f"{directory}/.env"
-        env = _text_of(variables) if os.path.isfile(variables) else ""
-        spec = spec_from_procfile(text, env, directory, concurrency)
+            spec = spec_from_toml(text, directory)
+        else:
+            variables = f"{directory}/.env"
+            env = _text_of(variables) if os.path.isfile(variables) else ""
+            spec = spec_from_procfile(text, env, directory, concurrency)
     except SpecError as error:
         raise UsageError(f"{path}: {error}") from None
-    return spec.replace(children=spec.children, logs=LogSpec(tee=3))
+    if isinstance(spec, GroupSpec) and spec.logs == LogSpec():
+        return spec.replace(children=spec.children, logs=LogSpec(tee=3))
+    return spec
 
 
 def _text_of(path: str) -> str:

@@ -173,6 +173,19 @@ def test_a_wrong_file_is_one_line(text: str, problem: str, tmp_path: Path) -> No
     assert line.startswith(f"aio-elastic up: {problem}")
 
 
+@pytest.mark.parametrize(
+    ("logs", "shown"),
+    [("", "[pair/0:0]:a\n[pair/1:0]:a\n[solo:0]:b\n"), ("logs = { redirects = 1 }\n", "")],
+)
+def test_lines_have_the_names_of_their_children(logs: str, shown: str, tmp_path: Path) -> None:
+    """Unless the file says where they go."""
+    group = '[children.pair]\ncommand = "echo a"\nreplicas = 2\n'
+    (tmp_path / "jobs.toml").write_text(f'{logs}{group}[children.solo]\ncommand = "printf b"\n')
+    ended = run_program([*CLI, "up"], cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    assert "".join(sorted(ended.out.splitlines(keepends=True))) == shown
+
+
 def test_a_procfile(tmp_path: Path) -> None:
     """Each type has its port; the first process that ends ends all."""
     (tmp_path / "Procfile").write_text("web: echo $PORT; exec sleep 99\nend: sleep 0.5; exit 3\n")
