@@ -28,6 +28,13 @@ Table = Mapping[str, Any]
 _PROGRAMS: Final = ("script", "module", "command")
 _OF_CHILD: Final = ("replicas", "after", "essential")
 _NOT_IN_FILES: Final = ("entrypoint", "children")
+# What others call a field, and options of `run` that are parts of one.
+_OTHER_NAMES: Final = {
+    "restart_scope": "restart = { scope = ... }",
+    "shutdown_timeout": "stop = SECONDS",
+    "within": "stop = SECONDS",
+    "environment": "env",
+}
 # The classes of fields whose check names none.
 _VALUES: Final[Mapping[str, type[Value]]] = {
     "backoff": Backoff,
@@ -178,7 +185,11 @@ def _fields(
         name = f"{where}.{key}".lstrip(".")
         if key not in known:
             words = [*known, *further, *(_OF_CHILD if where.count("children.") else ())]
-            raise SpecError(name, value, f"is no field{did_you_mean(key, words)}")
+            other = _OTHER_NAMES.get(key)
+            if owner is LaunchSpec and key in spec_fields(GroupSpec):
+                other = "a group, which has [children.NAME]"
+            hint = f"; did you mean {other}?" if other else did_you_mean(key, words)
+            raise SpecError(name, value, f"is no field{hint}")
         found[key] = _value(fields[key], key, value, name)
     return found
 

@@ -126,7 +126,30 @@ REFUSED: list[tuple[str, str]] = [
     ("a =", "the file: must be TOML: Invalid value (at end of document) (got 'a =')"),
     ("", "the file: must have one of script, module and command, or children (got [])"),
     ('scrpt = "x"', "scrpt: is no field; did you mean script? (got 'x')"),
-    ('script = "x"\nafter = ["b"]', "after: is no field (got ['b'])"),
+    (
+        'script = "x"\nends_with = "b"',
+        "ends_with: is no field; did you mean a group, which has [children.NAME]? (got 'b')",
+    ),
+    (
+        'script = "x"\nrestart_scope = "worker"',
+        "restart_scope: is no field; did you mean restart = { scope = ... }? (got 'worker')",
+    ),
+    (
+        'script = "x"\nshutdown_timeout = 3',
+        "shutdown_timeout: is no field; did you mean stop = SECONDS? (got 3)",
+    ),
+    (
+        'script = "x"\nstop = { within = 3 }',
+        "stop.within: is no field; did you mean stop = SECONDS? (got 3)",
+    ),
+    (
+        'script = "x"\nenvironment = {}',
+        "environment: is no field; did you mean env? (got {})",
+    ),
+    (
+        'script = "x"\nafter = ["b"]',
+        "after: is no field; did you mean a group, which has [children.NAME]? (got ['b'])",
+    ),
     ('script = "x"\nentrypoint = "y"', "entrypoint: is no field (got 'y')"),
     ("script = 5", "script: must be text (got 5)"),
     ("command = [5]", "command: must be a list of arguments, or a text (got [5])"),
