@@ -418,7 +418,9 @@ def main_reload(argv: Sequence[str]) -> int:
     parser = job_parser(
         "reload",
         "Start independent workers, or replicas, anew: one after the other, each beside the old"
-        " one, which is stopped when the new one is ready. Other children are restarted.",
+        " one, which is stopped when the new one is ready. Other children are restarted. All have"
+        " the description that the job was started with: only SIGHUP reads a changed file, with"
+        " `up --reload-on-hup`.",
         epilog="Exit codes: 0 all are replaced, 1 the reload has failed and the old ones run on,"
         " or the job does not answer, 2 no such job.",
         changes=True,
@@ -430,7 +432,7 @@ def main_reload(argv: Sequence[str]) -> int:
     check_child(job, child)
     if not run_blocking(CommandClient(job).reload(child)):
         raise JobError("the reload has failed, and what it has not replaced runs on: see why")
-    print(f"job {job}: {child or 'all workers'} reloaded")
+    print(f"job {job}: {child or 'all workers'} reloaded, by the same description")
     return 0
 
 
