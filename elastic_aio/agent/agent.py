@@ -431,6 +431,9 @@ class Agent:
         Returns:
             Whether all of it now runs the new spec.
 
+        Raises:
+            SpecError: there is no such child, or it cannot have this spec.
+
         Cancellation: the request stays.
         """
         if isinstance(self._started_driver, Driver) and not child and spec is None:
@@ -472,8 +475,13 @@ class Agent:
         """Change the number of the workers of a child, or of the children of equal replicas.
 
         Of independent workers, workers are added, or those with the highest ranks are stopped; a
-        gang is restarted.  A child that does not run has as many when it is started.  An empty
-        `child` is the job itself.
+        program of a group is restarted with so many.  A child that does not run has as many when it
+        is started.  An empty `child` is the job itself: `scale("", 4)` changes the number of
+        independent workers.
+
+        Raises:
+            SpecError: there is no such child, or it has no number: it is a group of different
+                children, or a job whose workers restart together.
 
         Cancellation: the request stays.
         """
@@ -586,7 +594,7 @@ class Agent:
 
     def _tracker(self, child: str) -> StatusTracker:
         """Return the tracker of a child, or raise SpecError for a path that is of no child."""
-        tracker = self._event_log.tracker.find(child)
+        tracker = self._event_log.tracker.find(checked_text("child", child))
         if tracker is None:
             known = ", ".join(one.job.child for one in self._event_log.tracker.descendants())
             problem = f"must be one of: {known}" if known else "must be empty: the job has none"
@@ -598,7 +606,10 @@ class Agent:
         self._tracker(child)
         driver = self._started_driver
         if isinstance(driver, Driver):
-            raise SpecError("child", child, "must be of a job with children, and this job has none")
+            problem = (
+                "must be of a group or of independent workers: the workers of this job restart"
+            )
+            raise SpecError("child", child, f"{problem} together, and have no other number or spec")
         from elastic_aio.agent.supervisor_driver import SupervisorDriver
 
         assert isinstance(driver, SupervisorDriver), "there is no other kind"

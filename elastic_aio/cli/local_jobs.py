@@ -442,7 +442,8 @@ def main_scale(argv: Sequence[str]) -> int:
         prog="aio-elastic scale",
         usage="aio-elastic scale [-h] [JOB] [CHILD] NUMBER",
         description="Change the number of independent workers of a job, or of a child of it, or of"
-        " equal replicas. A gang of workers is restarted with so many.",
+        " equal replicas. A program of a group whose workers restart together is restarted with so"
+        " many; a job of such workers alone keeps its number.",
         epilog=EXIT_CODES,
     )
     parser.add_argument("words", nargs="+", metavar="[JOB] [CHILD] NUMBER", help="such as 8")

@@ -158,6 +158,16 @@ async def test_workers_are_added_and_removed() -> None:
         assert [*agent.children()] == ["0"]
         with pytest.raises(SpecError, match=r"^child: must be one of: 0 \(got '3'\)$"):
             agent.stop(child="3")
+        with pytest.raises(SpecError, match=r"^child: must be text without NUL \(got None\)$"):
+            await agent.scale(None, 2)  # type: ignore[arg-type]
+        with pytest.raises(SpecError, match=r"^child: must be text without NUL \(got LaunchSpec"):
+            await agent.reload(workers(2))  # type: ignore[arg-type]
+
+
+async def test_a_job_whose_workers_restart_together_has_no_other_number() -> None:
+    async with Agent(leaf(["sleep", "99"])) as agent:
+        with pytest.raises(SpecError, match=r"^child: must be of a group or of independent worke"):
+            await agent.scale("", 3)
 
 
 async def test_the_tree_follows_its_spec() -> None:
