@@ -286,7 +286,9 @@ def _from_table(name: str, table: Mapping[Any, Any]) -> Probe:
         raise SpecError(name, table, _ACCEPTED)
     settings = {key: value for key, value in table.items() if key != kinds[0]}
     make: Any = KINDS[kinds[0]]
-    check_keys(name, settings, spec_fields(make))
+    # The positional field stands under the name of the probe.
+    known = [key for key, one in spec_fields(make).items() if not one.is_positional]
+    check_keys(name, settings, [kinds[0], *known])
     try:
         return make(table[kinds[0]], **settings)  # type: ignore[no-any-return]  # one of `KINDS`
     except SpecError as error:

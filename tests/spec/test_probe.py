@@ -72,7 +72,12 @@ def test_a_probe_knows_each_worker() -> None:
         ("ready", "exec:", "ready: must be a command (got 'exec:')"),
         ("ready", "log:(", "ready: must be a regular expression: missing )"),
         ("ready", {"http": "http://h", "tcp": "h:1"}, "ready: must be a URL"),
-        ("ready", {"http": "http://h", "perod": 1}, "ready: has no such key; there are period,"),
+        ("ready", {"http": "http://h", "perod": 1}, "ready: has no such key; there are http, pe"),
+        (
+            "ready",
+            {"http": "http://h", "url": "x"},
+            "ready: has no such key; there are http, perio",
+        ),
         ("ready", {"tcp": "h:1", "period": 0}, "ready.period: must be a number of at least 0.01"),
         ("ready", {"http": "http://h", "expects": (500, 200)}, "ready.expects: must be a pair of"),
         ("ready", {"http": "http://h", "headers": {"a b": "c"}}, "ready.headers: must hold names"),
