@@ -91,7 +91,8 @@ def running_loop() -> asyncio.AbstractEventLoop:
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
-        raise RuntimeError("elastic_aio runs on asyncio only") from None
+        portal = 'a portal (anyio.from_thread.start_blocking_portal("asyncio")) runs it beside trio'
+        raise RuntimeError(f"elastic_aio runs on asyncio only; {portal}") from None
 
 
 def wall_clock() -> float:

@@ -92,7 +92,8 @@ def open_process(
         HostError: (in the block) this program or host lacks something.
     """
     words = [
-        word if isinstance(word, str) else os.fspath(word) for word in checked_items("argv", argv)
+        os.fspath(word) if isinstance(word, os.PathLike) else word
+        for word in checked_items("argv", argv)
     ]
     if not words or not words[0]:
         raise SpecError("argv", argv, "must begin with a program")

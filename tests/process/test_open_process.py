@@ -427,6 +427,7 @@ async def test_processes_share_a_guardian() -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
+        ({"argv": ["sleep", 1]}, r"argv: must be text without NUL \(got 1\)"),
         ({"argv": "true"}, r"argv: must be a list \(got 'true'\)"),
         ({"argv": []}, r"argv: must begin with a program \(got \[\]\)"),
         ({"argv": ["a\0"]}, r"argv: must be text without NUL \(got .*\)"),
@@ -522,7 +523,9 @@ async def test_misuse() -> None:
 def test_another_event_loop_is_refused() -> None:
     """As trio's: at once, with a clear error."""
     entering = open_process(["true"]).__aenter__()
-    with pytest.raises(RuntimeError, match=r"^elastic_aio runs on asyncio only$"):
+    with pytest.raises(
+        RuntimeError, match=r"^elastic_aio runs on asyncio only; a portal .* runs it beside trio$"
+    ):
         entering.send(None)
     assert GuardedProgram.present is None
 
@@ -546,6 +549,15 @@ asyncio.run(main())
     with running([sys.executable, "-c", code]) as program:
         assert program.wait() == 0, program.err
         assert program.out.strip() == "-9"
+
+
+def test_a_page_reads_both_streams() -> None:
+    """The program of the guide ends, although its server writes more errors than a pipe holds."""
+    page = (ROOT / "docs" / "guides" / "processes.md").read_text()
+    (code,) = (part for part in page.split("```") if "create_task_group" in part)
+    ended = run_program([sys.executable, "-c", code.removeprefix("python\n")])
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.splitlines() == ["b'ready\\n'", "200000 bytes of errors"]
 
 
 @pytest.mark.slow
