@@ -124,6 +124,11 @@ class ListFile:
         self.descriptor = descriptor
         self.rows = 0
         """How many rows the file has, those that are free included."""
+        self.sessions: dict[int, WorkerSession] = {}
+        """The sessions of all jobs, by number."""
+        self.members: dict[int, tuple[int, int]] = {}
+        """Processes that scans have found in them, by pid: the number of the inode of its directory
+        in /proc, and that of the session.  It was in no other one before."""
         self._numbers = itertools.count()
         self._free: list[int] = []
 
@@ -175,13 +180,14 @@ class SessionList:
 
     def __init__(self, file: ListFile | None = None, owner: int = 0) -> None:
         """Begin without sessions; without a `file` they are not listed."""
+        self.program = file or ListFile(-1)
         self.sessions: dict[int, WorkerSession] = {}
         self._rows: dict[int, int] = {}  # by number
         self._file = file
         self._owner = owner
 
     def add(self, session: WorkerSession) -> None:
-        self.sessions[session.number] = session
+        self.sessions[session.number] = self.program.sessions[session.number] = session
         self._write(session)
 
     def close(self, session: WorkerSession, ticks: int) -> None:
@@ -192,7 +198,7 @@ class SessionList:
     def remove(self, numbers: Iterable[int]) -> None:
         rows = []
         for number in numbers:
-            del self.sessions[number]
+            self._forget(number)
             if number in self._rows:
                 rows.append(self._rows.pop(number))
         if self._file is not None:
@@ -207,9 +213,16 @@ class SessionList:
     def detach(self) -> None:
         """Write no more: the job is not listed any more.  Idempotent."""
         file, self._file = self._file, None
+        for number in [*self.sessions]:
+            self._forget(number)
         if file is not None:
             file.give_back(self._rows.values())
             self._rows.clear()
+
+    def _forget(self, number: int) -> None:
+        session = self.sessions.pop(number)
+        if self.program.sessions.get(number) is session:
+            del self.program.sessions[number]
 
     def _write(self, session: WorkerSession) -> None:
         if self._file is not None:  # else a process that could not be killed has ended after all
@@ -321,6 +334,7 @@ class Scanner:
         sessions: Mapping[int, WorkerSession],
         adopters: Callable[[], Collection[int]],
         hidden: set[tuple[int, int]] | None = None,
+        program: ListFile | None = None,
     ) -> None:
         """Scan for one job.
 
@@ -332,6 +346,8 @@ class Scanner:
                 only the marker says that a process is of the job.
             hidden: identities of the processes that an exec hid to the end of a scan; scanners
                 that share them do not wait for the same exec.
+            program: what is known of the other jobs of this program, whose workers are not read
+                again and again.
         """
         self.marker = marker
         self.since = since
@@ -343,6 +359,7 @@ class Scanner:
         # number; readdir(3) gives the number at no cost.
         self.older: dict[int, int] = {}
         self._hidden: set[tuple[int, int]] = set() if hidden is None else hidden
+        self._program = program or ListFile(-1)
 
     def find(
         self, known: Mapping[int, int], snapshot: Snapshot | None = None
@@ -361,7 +378,7 @@ class Scanner:
         found = _Found(self, snapshot)
         hidden: list[proc.ProcEntry] = []
         for pid, inode in snapshot.inodes.items():
-            if self.older.get(pid) == inode:
+            if self.older.get(pid) == inode or self._is_elsewhere(pid, inode):
                 continue
             yield 0.0
             process = snapshot.read(pid)
@@ -371,6 +388,8 @@ class Scanner:
                 self.older[pid] = inode
             elif known.get(pid) == process.start:
                 found.ours[pid] = process
+            elif self._note_elsewhere(process, inode):
+                continue
             elif found.classify(process) is None:
                 hidden.append(process)
         yield from found.add_relatives()
@@ -389,7 +408,32 @@ class Scanner:
             yield from found.add_relatives()
             hidden += found.undecided()
         self._hidden.update(process.identity for process in hidden)
+        self._forget_members(snapshot)
         return list(found.ours.values())
+
+    def _is_elsewhere(self, pid: int, inode: int) -> bool:
+        """Return whether a process is known as a member of a session of another job."""
+        member, number = self._program.members.get(pid, (0, 0))
+        return member == inode and number not in self.sessions
+
+    def _note_elsewhere(self, process: proc.ProcEntry, inode: int) -> bool:
+        """Note a member of a session of another job: it is none of this one, now and later."""
+        number = process.session
+        session = self._program.sessions.get(number)
+        if session is None or number in self.sessions:
+            return False
+        if not session.is_certain(process.pid, process.start):
+            return False
+        self._program.members[process.pid] = inode, number
+        return True
+
+    def _forget_members(self, snapshot: Snapshot) -> None:
+        """Forget the members that have ended, once they are as many as the processes."""
+        members = self._program.members
+        if len(members) > 2 * len(snapshot.inodes):
+            for pid in [*members]:  # other threads scan too
+                if pid not in snapshot.inodes:
+                    members.pop(pid, None)
 
 
 class _Found:

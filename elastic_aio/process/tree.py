@@ -132,7 +132,9 @@ class ProcessTree:
         what no scan would find."""
         sessions = self._listed.sessions
         adopters = self.orphans.adopters
-        self._scanner = scanner or Scanner(self._marker, self._since, sessions, adopters)
+        self._scanner = scanner or Scanner(
+            self._marker, self._since, sessions, adopters, program=self._listed.program
+        )
         self._begun: tuple[StopStep, _Watches] | None = None  # see `begin_stop`
         self._must_kill: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 

@@ -504,6 +504,44 @@ def test_scans_of_several_jobs_read_each_process_once(
             assert reads.count((child.pid, "environ")) == looks
 
 
+def test_a_member_of_another_job_of_the_program_is_read_once(
+    family: Family, descriptor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own job finds it all the same."""
+    marker = f"{MARKER}_2"
+    worker = family.start("sh", "-c", "sleep 99 & wait", env={marker: "1"})
+    until_sync(lambda: len(family.found(family.session(worker))) == 2)
+    program = ListFile(descriptor)
+    own, other = SessionList(program, 1), SessionList(program, 2)
+    for session in family.session(worker).values():
+        other.add(session)
+
+    def scanner(listed: SessionList, name: str) -> Scanner:
+        sessions, adopters = listed.sessions, family.adopters
+        return Scanner(name.encode(), family.since, sessions, adopters, program=program)
+
+    reads: list[int] = []
+    read = proc.read
+
+    def count(pid: int, name: str) -> bytes | None:
+        reads.append(pid)
+        return read(pid, name)
+
+    monkeypatch.setattr(proc, "read", count)
+    first = scanner(own, f"{MARKER}_1")
+    assert entries_of(first.find({})) == set()
+    members = set(program.members)
+    assert worker.pid in members
+    assert len(members) == 2
+    assert len([pid for pid in reads if pid in members]) == 2  # each stat, and no environment
+    reads.clear()
+    assert entries_of(first.find({})) == set()
+    assert not members & {*reads}
+    assert entries_of(scanner(other, marker).find({})) == members
+    other.remove([worker.pid])
+    assert not program.sessions
+
+
 def test_scans_of_several_jobs_wait_once_for_an_exec(
     family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
