@@ -124,9 +124,11 @@ class Probes:
         self._table.add(local_rank, self._clock.now())
         if record.report is not None and record.report.ready_at is not None:
             self._table.set_ready(local_rank, self._clock.now())
-        if isinstance(self._ready, LogMatch) and self._reading is None:
-            self._reading = create_task(self._read_lines(self._ready), name="log lines")
         self._note_line(record)
+        if isinstance(self._ready, LogMatch) and self._reading is None and self._lacks_line():
+            self._reading = create_task(self._read_lines(self._ready), name="log lines")
+            self._ending.add(self._reading)  # it may end by itself
+            self._reading.add_done_callback(self._ending.discard)
         self._set_alarm()
 
     def set_ready(self, local_rank: int) -> None:
@@ -140,7 +142,7 @@ class Probes:
         self._records.pop(local_rank, None)
         if (question := self._questions.pop(local_rank, None)) is not None:
             self._cancel(question)
-        if not self._records and self._reading is not None:
+        if self._reading is not None and not self._lacks_line():
             self._cancel(self._reading)
             self._reading = None
         self._set_alarm()
@@ -322,6 +324,12 @@ class Probes:
                         self._lines[line.rank] = one_line(line.text, _TEXT_MAX)
                         for record in [*self._records.values()]:
                             self._note_line(record)
+                if not self._lacks_line():
+                    self._reading = None  # a worker that is added later is looked for anew
+                    return
+
+    def _lacks_line(self) -> bool:
+        return any(one.ranks.rank not in self._lines for one in self._records.values())
 
     def _note_line(self, record: WorkerRecord) -> None:
         """Note that a worker is ready by a line, which may be read before it counts as started."""
