@@ -235,22 +235,28 @@ class Probes:
         """Return a connection to the first address of a host that accepts one, or raise OSError."""
         if (addresses := self._addresses.get((host, port))) is None:
             addresses = self._addresses[host, port] = await look_up(host, port)
-        loop, failure = asyncio.get_running_loop(), OSError("it has no address")
+        loop, failures = asyncio.get_running_loop(), [OSError("it has no address")]
         for family, address in addresses:
-            sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            sock: socket.socket | None = None
             try:
+                sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
                 await loop.sock_connect(sock, address)
+                if is_own(sock):
+                    raise ConnectionRefusedError(errno.ECONNREFUSED, "")
             except OSError as error:
-                sock.close()
+                if sock is not None:
+                    sock.close()
                 # asyncio has words of its own.
-                failure = OSError(error.errno, os.strerror(error.errno or 0))
+                failures.append(OSError(error.errno, os.strerror(error.errno or 0)))
             except BaseException:  # a cancellation
-                sock.close()
+                if sock is not None:
+                    sock.close()
                 raise
             else:
                 return sock
-        del self._addresses[host, port]  # a name may get another one
-        raise failure
+        self._addresses.pop((host, port), None)  # a name may get another one
+        # A host without IPv6 lacks the second address of "localhost": the first has answered.
+        raise max(reversed(failures[1:] or failures), key=lambda one: one.errno not in _LACK)
 
     async def _ask_http(self, probe: Http, target: HttpTarget) -> Answer:
         sock = await self._connect(target.host, target.port)
@@ -262,9 +268,9 @@ class Probes:
             headers |= {**probe.headers, "Connection": "close"}
             lines = [f"GET {target.path} HTTP/1.1", *(f"{k}: {v}" for k, v in headers.items())]
             writer.write("\r\n".join([*lines, "", ""]).encode("ascii"))
-            status = await _read_status(reader)
+            status, length = await _read_head(reader)
             with suppress(OSError, ValueError, EOFError):
-                await reader.readexactly(_BODY_MAX)
+                await reader.readexactly(length)
         finally:
             writer.transport.abort()
         low, high = probe.expects
@@ -338,20 +344,38 @@ class Probes:
             self._on_ready(record.ranks.local_rank)
 
 
-async def _read_status(reader: asyncio.StreamReader) -> int:
-    """Return the status of an answer, or raise ValueError or OSError; read its whole head."""
+def is_own(sock: socket.socket) -> bool:
+    """Return whether a socket is connected to itself.
+
+    The kernel may choose the port that is asked as the own one of the connection (simultaneous open
+    in RFC 9293) while no process listens there.
+    """
+    with suppress(OSError):  # the other end is gone already
+        return bool(sock.getsockname() == sock.getpeername())
+    return False
+
+
+async def _read_head(reader: asyncio.StreamReader) -> tuple[int, int]:
+    """Return the status of an answer, and how many bytes of its body may come.
+
+    Raises ValueError or OSError.
+    """
     left = _HEAD_MAX
     while True:
         line = first = await _read_line(reader, left)
+        length = _BODY_MAX
         while line not in (b"\r\n", b"\n", b""):
             left -= len(line)
             line = await _read_line(reader, left)
+            name, _, value = line.partition(b":")
+            if name.lower() == b"content-length" and value.strip().isdigit():
+                length = min(int(value.strip()[:9]), _BODY_MAX)
         words = first.split(None, 2)
         is_http = len(words) > 1 and words[0].startswith(b"HTTP/1.") and words[1].isdigit()
         if not is_http or len(words[1]) != 3:
             raise ValueError("the answer is no HTTP" if first else "no answer: connection closed")
         if (status := int(words[1])) >= 200:  # else an interim answer (RFC 9110)
-            return status
+            return status, 0 if status in (204, 304) else length
 
 
 async def _read_line(reader: asyncio.StreamReader, left: int) -> bytes:

@@ -35,8 +35,11 @@ from elastic_aio import (
     WorkerStarted,
     launch,
 )
+from elastic_aio.agent import probes
 from elastic_aio.agent.runtime import LocalRuntime
+from elastic_aio.aio import cancel_and_wait
 from elastic_aio.process.children import Child
+from elastic_aio.sockets import Address
 from tests.support.certificates import Authority
 from tests.support.children import SLEEPER, noting, shell, until
 from tests.support.leaks import alive
@@ -446,6 +449,107 @@ async def test_a_signal_to_the_workers_does_not_reach_a_command(tmp_path: Path) 
         assert agent.forward_signal("SIGUSR1") == tuple(agent.pids().values())
         await until(lambda: "worker" in trace.read_text())
         assert "usr1" not in trace.read_text()
+
+
+async def test_a_late_refusal_of_an_address_that_all_workers_share_ends_no_probe() -> None:
+    """Connections that wait for a full queue are refused at the same time when it is closed."""
+
+    async def accept_all() -> None:
+        while True:
+            accepted, _ = await asyncio.get_running_loop().sock_accept(listening)
+            accepted.close()
+
+    def answers() -> set[str]:
+        return {one.probe for one in agent.status().workers}
+
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listening:
+        listening.setblocking(False)
+        accepting = asyncio.ensure_future(accept_all())
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        probe = Tcp(address, period=0.05, timeout=30, threshold=1000)
+        async with running(nproc_per_node=2, ready=probe) as (agent, _):
+            await until(lambda: answers() == {"connected"})  # the address is known
+            await cancel_and_wait([accepting])
+            for _ in range(10):  # several times in a row: the questions wait
+                await until(lambda: task_names().count("Tcp probe") == 2)
+                await asyncio.sleep(0.02)
+            listening.close()
+            await until(lambda: answers() == {"connection refused"})
+
+
+async def test_a_second_address_that_this_host_lacks_hides_no_refusal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A host without IPv6 may know "localhost" as 127.0.0.1 and ::1."""
+
+    async def look_up(host: str, port: int) -> list[Address]:
+        return [
+            (socket.AF_INET, ("127.0.0.1", port)),
+            (socket.AF_INET6, ("::1", port)),
+        ]
+
+    monkeypatch.setattr(probes, "look_up", look_up)
+    connect = asyncio.get_running_loop().sock_connect
+
+    async def sock_connect(sock: socket.socket, address: Any) -> None:
+        if sock.family == socket.AF_INET6:
+            raise OSError(errno.EADDRNOTAVAIL, "")
+        await connect(sock, address)
+
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(type(loop), "sock_connect", lambda _, *words: sock_connect(*words))
+    probe = Tcp(f"localhost:{free_port()}", threshold=2, **FAST)
+    with pytest.raises(JobFailed, match="connection refused"):
+        await launch(LaunchSpec(SLEEPER, alive=probe))
+
+
+async def test_a_connection_to_itself_is_none() -> None:
+    """A port of the range from which the kernel takes those of clients may be asked by itself."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.connect(sock.getsockname())  # as the kernel does it, once in many thousands
+        assert sock.getsockname() == sock.getpeername()
+        assert probes.is_own(sock)
+
+
+async def test_an_answer_ends_with_its_length() -> None:
+    """A server may leave the connection open, against the request."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length:  2\r\n\r\nok")
+        await reader.read()
+        writer.close()
+
+    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    async with listening, running(ready=Http(url, period=0.02, timeout=2)) as (agent, _):
+        await until(lambda: answer_of(agent))
+        assert answer_of(agent) == "HTTP status 200"
+
+
+async def test_output_is_read_until_each_worker_has_its_line(tmp_path: Path) -> None:
+    """A worker that prints on costs this process nothing more; each attempt begins anew."""
+    first = tmp_path / "first"
+    command = shell(
+        "[ $LOCAL_RANK = 0 ] || sleep 0.1; echo up"
+        f"; while [ -e {first} ]; do sleep 0.02; done"
+        "; [ $TORCHELASTIC_RESTART_COUNT = 1 ] || exit 3; exec sleep 99"
+    )
+    first.touch()
+    async with running(
+        *command,
+        ready=LogMatch("up"),
+        nproc_per_node=2,
+        max_restarts=1,
+        restart=at_once(),
+        logs=LogSpec(redirects=3),
+    ) as (_, events):
+        await seen(events, WorkerReady, 2)
+        await until(lambda: "log lines" not in task_names())
+        first.unlink()
+        await seen(events, WorkerReady, 4)
+        await until(lambda: "log lines" not in task_names())
 
 
 async def test_one_timer_serves_all_probes(monkeypatch: pytest.MonkeyPatch) -> None:
