@@ -44,6 +44,10 @@ SECONDS_LIMIT: Final = 1e9
 _NEVER_EMPTY: Final = ("color", "events", "http", "numa_binding", "on_full")
 """Texts whose empty value is not the default, by the `dest` of their options."""
 
+REPEATABLE: Final = ("socket",)
+"""Lists that several options make together, by the `dest`; of others the last option counts, as
+torchrun has it."""
+
 _OPTION_LIKE: Final = r"-(?!\d+$|\d*\.\d+$)[^ ]+$"
 
 
@@ -126,6 +130,8 @@ def plain_values(words: Sequence[str], options: Sequence[Option]) -> dict[str, s
         option = known.get(name)
         if option is None or value.startswith("=") or option.is_flag == bool(equals or value):
             return None
+        if option.dest in REPEATABLE and (former := values[option.dest]):
+            value = f"{former},{value}"
         values[option.dest] = "1" if option.is_flag else value
     return values
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar, NoReturn
 
+from elastic_aio.cli.options import REPEATABLE
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.checks import UsageError, parse_seconds, parse_switch, read_token
 from elastic_aio.spec.fields import ConfKey, Option, spec_fields
@@ -66,7 +67,18 @@ def add_options(parser: OptionParser, options: Iterable[Option]) -> None:
                 *names, dest=option.dest, help=option.help, action="store_const", const="1"
             )
         else:
-            parser.add_argument(*names, dest=option.dest, help=option.help, metavar=option.metavar)
+            action = _Repeatable if option.dest in REPEATABLE else "store"
+            parser.add_argument(
+                *names, dest=option.dest, help=option.help, metavar=option.metavar, action=action
+            )
+
+
+class _Repeatable(argparse.Action):
+    """Joins the values of an option that is given several times."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        former = getattr(namespace, self.dest, None)
+        setattr(namespace, self.dest, f"{former},{values}" if former else values)
 
 
 def _run_epilog() -> str:

@@ -193,6 +193,17 @@ def test_the_command_line_wins_over_the_variables() -> None:
     assert (request.spec.nproc_per_node, request.spec.role) == (2, "r")
 
 
+def test_each_socket_may_have_an_option() -> None:
+    """As of other programs with addresses; of other options the last one counts."""
+    words = ["--socket", "tcp://*:8000", "--socket=b=unix:///b,unix:///c", "--tee=1"]
+    request = parse_run([*words, "--tee=2", "train.py"], {})
+    addresses = [one.address for one in request.spec.sockets]
+    assert addresses == ["tcp://*:8000", "unix:///b", "unix:///c"]
+    assert request.spec.logs.tee == StdMap(Std.ERR)
+    with pytest.raises(UsageError, match=r"^--socket: must not hold an address twice"):
+        parse_run(["--socket=unix:///b", "--socket=unix:///b", "x"], {})
+
+
 @pytest.mark.parametrize("word", ["cpu", "gpu", "auto"])
 def test_words_for_the_number_of_workers(word: str) -> None:
     """`cpu`, `gpu` and `auto` are resolved when the job starts."""
