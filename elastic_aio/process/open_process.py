@@ -14,7 +14,7 @@ import asyncio
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from subprocess import DEVNULL, PIPE, STDOUT
 from types import TracebackType
 from typing import IO, Any, Self
@@ -55,6 +55,7 @@ _DEFAULT_STOP = StopPlan.within(5)
 # Reads of a pipe that is drained, before other tasks run: a megabyte.
 _READS = 16
 _CHUNK = 65536
+_DESCRIPTOR_MAX = (1 << 31) - 1
 
 
 def open_process(
@@ -112,9 +113,12 @@ def open_process(
 
 
 def _check_stream(name: str, value: object) -> None:
-    number = value.fileno() if hasattr(value, "fileno") else value
+    number = value
+    with suppress(OSError, ValueError):  # it is closed, or has none
+        number = value.fileno() if hasattr(value, "fileno") else value
     special = (PIPE, DEVNULL, STDOUT) if name == "stderr" else (PIPE, DEVNULL)
-    if number is None or (is_integer(number) and (number >= 0 or number in special)):
+    is_descriptor = is_integer(number) and (0 <= number <= _DESCRIPTOR_MAX or number in special)
+    if number is None or is_descriptor:
         return
     known = "PIPE, DEVNULL, STDOUT" if name == "stderr" else "PIPE, DEVNULL"
     raise SpecError(name, value, f"must be a descriptor, a file, {known} or None")

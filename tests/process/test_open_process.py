@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import random
 import signal
@@ -431,6 +432,9 @@ async def test_processes_share_a_guardian() -> None:
         ({"argv": "true"}, r"argv: must be a list \(got 'true'\)"),
         ({"argv": []}, r"argv: must begin with a program \(got \[\]\)"),
         ({"argv": ["a\0"]}, r"argv: must be text without NUL \(got .*\)"),
+        ({"argv": ["a", 1]}, r"argv: must be text without NUL \(got 1\)"),
+        ({"stdin": io.StringIO()}, r"stdin: must be a descriptor, .* \(got .*StringIO.*\)"),
+        ({"stdin": 1 << 31}, r"stdin: must be a descriptor, .* \(got 2147483648\)"),
         ({"stdin": STDOUT}, r"stdin: must be a descriptor, a file, PIPE, DEVNULL or None \(.*\)"),
         ({"stdout": "log"}, r"stdout: must be a descriptor, .* \(got 'log'\)"),
         ({"stderr": -9}, r"stderr: must be .*, PIPE, DEVNULL, STDOUT or None \(got -9\)"),
