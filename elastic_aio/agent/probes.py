@@ -105,6 +105,7 @@ class Probes:
         self._lines: dict[int, str] = {}  # the first that matches, by rank
         self._alarm: asyncio.TimerHandle | None = None
         self._addresses: dict[tuple[str, int], list[Address]] = {}
+        self._lookups: dict[tuple[str, int], asyncio.Task[list[Address]]] = {}
         self._context: ssl.SSLContext | None = None
         self._attempt = 0
 
@@ -157,6 +158,7 @@ class Probes:
         """End all questions, and wait until their commands are reaped.  Idempotent."""
         self.end()
         await cancel_and_wait([*self._ending])
+        await cancel_and_wait([*self._lookups.values()])
         ended = when_all_done(child.exited for child in self._commands)
         await self._clock.wait_for(ended, seconds=_KILLED_S)
 
@@ -233,8 +235,7 @@ class Probes:
 
     async def _connect(self, host: str, port: int) -> socket.socket:
         """Return a connection to the first address of a host that accepts one, or raise OSError."""
-        if (addresses := self._addresses.get((host, port))) is None:
-            addresses = self._addresses[host, port] = await look_up(host, port)
+        addresses = await self._look_up(host, port)
         loop, failures = asyncio.get_running_loop(), [OSError("it has no address")]
         for family, address in addresses:
             sock: socket.socket | None = None
@@ -257,6 +258,17 @@ class Probes:
         self._addresses.pop((host, port), None)  # a name may get another one
         # A host without IPv6 lacks the second address of "localhost": the first has answered.
         raise max(reversed(failures[1:] or failures), key=lambda one: one.errno not in _LACK)
+
+    async def _look_up(self, host: str, port: int) -> list[Address]:
+        """Return the addresses of a host; a name server is asked once for all questions."""
+        key = host, port
+        if (addresses := self._addresses.get(key)) is None:
+            # Its thread outlives a question: a further one for each question would pile up.
+            if (asking := self._lookups.get(key)) is None or asking.done():
+                asking = self._lookups[key] = create_task(look_up(host, port), name="look-up")
+            await asyncio.wait([asking])
+            addresses = self._addresses[key] = asking.result()
+        return addresses
 
     async def _ask_http(self, probe: Http, target: HttpTarget) -> Answer:
         sock = await self._connect(target.host, target.port)

@@ -503,6 +503,26 @@ async def test_a_second_address_that_this_host_lacks_hides_no_refusal(
         await launch(LaunchSpec(SLEEPER, alive=probe))
 
 
+async def test_a_name_server_that_does_not_answer_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For all workers and questions; and no look-up is left at the end."""
+    asked: list[str] = []
+
+    async def look_up(host: str, port: int) -> list[Address]:
+        asked.append(host)
+        await asyncio.Event().wait()
+        return []
+
+    monkeypatch.setattr(probes, "look_up", look_up)
+    probe = Tcp("a.test:1", period=0.01, timeout=0.02)
+    async with running(nproc_per_node=2, ready=probe) as (agent, _):
+        await until(lambda: len([one for one in agent.status().workers if one.probe]) == 2)
+        await until(lambda: any("probe of" in name for name in task_names()))  # further ones
+        assert asked == ["a.test"]
+    assert "look-up" not in task_names()
+
+
 async def test_a_connection_to_itself_is_none() -> None:
     """A port of the range from which the kernel takes those of clients may be asked by itself."""
     with socket.socket() as sock:
