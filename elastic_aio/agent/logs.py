@@ -236,8 +236,12 @@ class JobOutput:
         HostError: the `LogLayout` raised.
         """
         try:
-            if streams and any(self._is_in_no_file(rank, streams) for rank in range(self._nproc)):
-                raise SpecError(name, [*streams], _IN_NO_FILE)
+            ranks = range(self._nproc)
+            missing = [
+                one for one in streams if any(self._is_in_no_file(rank, [one]) for rank in ranks)
+            ]
+            if missing:
+                raise SpecError(name, missing, _IN_NO_FILE)
         except SpawnError as error:
             raise HostError(str(error)) from error
 

@@ -566,6 +566,18 @@ class SupervisorMachine:
             problem = "cannot be started again: its run of several nodes ends for all of them"
             raise SpecError("child", request.name, problem)
 
+        elif isinstance(request, ChildRestartReceived):
+            self._check_order([self._children[request.name]] if not is_own else self._members)
+
+    def _check_order(self, children: list[ChildState]) -> None:
+        """Raise SpecError if one of these would wait for a child that was stopped by request."""
+        for child in children:
+            for name in () if child.is_kept else self._after[child.name]:
+                other = self._children.get(name)
+                if other is not None and other.is_kept:
+                    problem = f"is after {name!r}, which was stopped: restart that first"
+                    raise SpecError("child", child.name, problem)
+
     def _ends_run(self, child: ChildState | None, request: ChildRequest) -> bool:
         """Whether a request starts leaves of several nodes again, whose run is over then."""
         spec = self.spec if child is None else child.spec

@@ -65,7 +65,7 @@ class Notify(Probe):
 class LogMatch(Probe):
     """The worker is ready when a line of its output matches.
 
-    The stream has to be in a file: redirected, tee'd or captured.
+    The streams have to be in files: redirected, tee'd, or captured as standard error is by default.
     """
 
     pattern: str = field(check=lambda name, value: _pattern(name, value), kw_only=False)
@@ -73,7 +73,7 @@ class LogMatch(Probe):
     stream: Literal["any", "stdout", "stderr"] = field(
         default="any", check=OneOf(("any", "stdout", "stderr"))
     )
-    """The stream that is read: "stdout", "stderr", or "any" of those that are in files."""
+    """The stream that is read: "stdout", "stderr", or "any" of the two."""
 
     @property
     def streams(self) -> tuple[str, ...]:

@@ -283,10 +283,22 @@ async def test_a_message_before_its_worker_counts_as_started(
         assert count(events, WorkerReady) == 1
 
 
-async def test_a_stream_that_is_in_no_file_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("stream", "logs", "missing"),
+    [
+        ("stdout", LogSpec(), "stdout"),
+        ("any", LogSpec(), "stdout"),
+        ("any", LogSpec(redirects=2), "stdout"),
+        ("stderr", LogSpec(capture=False), "stderr"),
+    ],
+)
+async def test_a_stream_that_is_in_no_file_is_refused(
+    stream: Any, logs: LogSpec, missing: str
+) -> None:
     """Before anything starts."""
-    spec = LaunchSpec(SLEEPER, ready=LogMatch("x", stream="stdout"), logs=LogSpec(capture=False))
-    with pytest.raises(SpecError, match=r"^ready: is in no file, so that it cannot be read; use"):
+    spec = LaunchSpec(SLEEPER, ready=LogMatch("x", stream=stream), logs=logs)
+    problem = rf"^ready: is in no file, so that it cannot be read; use .* \(got \['{missing}'\]\)$"
+    with pytest.raises(SpecError, match=problem):
         await launch(spec)
 
 

@@ -1212,13 +1212,19 @@ def test_a_reload_of_a_group_is_in_order() -> None:
 
 
 def test_a_restart_of_a_child_with_an_order_waits_for_those_before_it() -> None:
-    play = started(group("a b", after={"b": ["a"]}))
-    play.stop("a")
-    play.end("a", None)
+    """One of them that was stopped by request would let it wait for ever: it is refused."""
+    play = started(group({"a": ALWAYS, "b": leaf()}, after={"b": ["a"]}))
+    play.end("a", 1)
     assert play.restart("b") == "-b"
     assert play.end("b", None) == ""
-    assert play.restart("a") == "+a1"
     assert play(ChildStarted("a", 1)) == "+b1"
+    play.stop("a")
+    play.end("a", None, 1)
+    for name in ("b", ""):
+        problem = r"^child: is after 'a', which was stopped: restart that first \(got 'b'\)$"
+        with pytest.raises(SpecError, match=problem):
+            play.machine.check(ChildRestartReceived(name, "why"))
+    play.machine.check(ChildRestartReceived("a", "why"))
 
 
 # ------------------------------------------------------------------------- properties
