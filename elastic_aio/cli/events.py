@@ -15,7 +15,15 @@ import asyncio
 import contextlib
 from collections.abc import Iterable, Sequence
 
-from elastic_aio.cli.local_jobs import choose_run, command, recorded_events
+from elastic_aio.cli.local_jobs import (
+    add_child,
+    check_child,
+    choose_run,
+    command,
+    events_below,
+    recorded_events,
+    with_child,
+)
 from elastic_aio.cli.options import print_error
 from elastic_aio.cli.parser import OptionParser, add_timeout_option
 from elastic_aio.cli.status_text import local_time
@@ -65,6 +73,7 @@ def _parser() -> OptionParser:
         help="a job on this host, or a run that has ended: as for `aio-elastic status` (default:"
         " the only job that runs)",
     )
+    add_child(parser)
     parser.add_argument(
         "-f",
         "--follow",
@@ -145,9 +154,11 @@ async def _follow(arguments: argparse.Namespace) -> None:
 
 
 def _print_events(arguments: argparse.Namespace) -> None:
-    job = choose_run(arguments.job)
+    name, child = with_child(arguments.job, arguments.child)
+    job = choose_run(name)
+    check_child(job, child)
     if not isinstance(job, RunningJob):
-        for event in recorded_events(job):
+        for event in events_below(recorded_events(job), child):
             if event.seq > arguments.after:
                 _print_event(event, is_json=arguments.json)
         return
@@ -157,7 +168,7 @@ def _print_events(arguments: argparse.Namespace) -> None:
     )
     if not arguments.follow:
         events = [*events]  # a pager may stop reading, the agent waits for no client
-    for event in events:
+    for event in events_below(events, child):
         _print_event(event, is_json=arguments.json)
 
 

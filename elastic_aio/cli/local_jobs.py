@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from elastic_aio.cli.options import print_error
@@ -163,6 +163,10 @@ def choose_job(
                 return launcher
             if ended := end_of_last(runs, name):
                 raise invalid_value("JOB", ended, name) from None
+            having = [job for job in jobs if job.status is not None and job.status.find(name)]
+            if having:
+                problem = f"must be a job, and this is a child of {having[0]}; see `status`"
+                raise invalid_value("JOB", problem, name) from None
         raise UsageError(f"JOB: {error}") from None
 
 
@@ -238,10 +242,16 @@ def with_child(
     return (str(having[0].pid), name) if len(having) == 1 else (name, "")
 
 
-def check_child(job: RunningJob, child: str) -> None:
+def events_below(events: Iterable[Event], child: str) -> Iterator[Event]:
+    """Yield the events of a child and of what is below it; without a child, all."""
+    return (one for one in events if not child or f"{one.child}/".startswith(f"{child}/"))
+
+
+def check_child(job: RunningJob | JobRecord, child: str) -> None:
     """Raise UsageError if a job has no child of this path, as far as that is known."""
-    if job.status is not None and job.status.find(child) is None:
-        known = ", ".join(one.child for one in job.status.descendants) or "none"
+    status = job.status if isinstance(job, RunningJob) else job
+    if status is not None and status.find(child) is None:
+        known = ", ".join(one.child for one in status.descendants) or "none"
         raise invalid_value("CHILD", f"must be a child of job {job}: {known}", child)
 
 

@@ -12,10 +12,14 @@ from typing import Final
 from elastic_aio.cli.local_jobs import (
     EXIT_CODES,
     JobError,
+    add_child,
+    check_child,
     choose_run,
     command,
+    events_below,
     job_parser,
     recorded_events,
+    with_child,
 )
 from elastic_aio.cli.options import print_error
 from elastic_aio.cli.status_text import head_lines, local_time
@@ -51,6 +55,7 @@ def main_why(argv: Sequence[str]) -> int:
         epilog=EXIT_CODES,
         takes_runs=True,
     )
+    add_child(parser)
     parser.add_argument("--all", action="store_true", help=f"all steps (default: {STEPS_MAX})")
     parser.add_argument(
         "--from",
@@ -61,7 +66,10 @@ def main_why(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.file is not None and arguments.job is not None:
         raise UsageError("JOB: has no effect with --from")
-    job = None if arguments.file else choose_run(arguments.job)
+    name, child = (None, "") if arguments.file else with_child(arguments.job, arguments.child)
+    job = None if arguments.file else choose_run(name)
+    if job is not None:
+        check_child(job, child)
     report = ""
     if job is not None and not isinstance(job, RunningJob):
         from elastic_aio.cli.finished_jobs import run_lines
@@ -78,7 +86,7 @@ def main_why(argv: Sequence[str]) -> int:
         )
         now = history[-1].time if job is None else time.time()
         head = _head(history, now, None if job is None else job.status)
-    steps = explain(history)
+    steps = explain([*events_below(history, child)])
     shown = steps if arguments.all else steps[-STEPS_MAX:]
     lines = [*head, ""]
     if len(shown) < len(steps):

@@ -107,6 +107,18 @@ def test_requests_name_a_child(tmp_path: Path) -> None:
         shown = cli("status", "files", "web", env=env)
         assert "web/2" in shown.out
         assert "trainer" not in shown.out
+        for command in ("why", "events"):  # a child alone, and after its job
+            shown = cli(command, "web", env=env)
+            assert (shown.code, shown.err) == (0, "")
+            assert "web/1" in shown.out
+            assert "sidecar: " not in shown.out
+            assert (
+                cli(command, "files", "web", env=env).out.splitlines()[-2:]
+                == (shown.out.splitlines()[-2:])
+            )
+        refused = cli("preempt", "web", env=env)
+        assert refused.code == 2
+        assert "JOB: must be a job, and this is a child of files (pid" in refused.err
         assert cli("stop", "files", env=env).code == 0
         assert job.wait() == 143
 
