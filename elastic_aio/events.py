@@ -112,7 +112,7 @@ class JobStarted(Event, frozen=True, kw_only=True):
         what = f" ({self.entrypoint})" if is_group else f" of {self.entrypoint}"
         nodes = f", one of {self.nnodes} nodes".replace(":", " to ") if self.nnodes != "1" else ""
         losses = f", node losses at most {self.node_losses}" if self.node_losses else ""
-        logs = f"logs in {self.log_dir}" if self.log_dir else "no logs unless it fails"
+        logs = f"logs in {self.log_dir}" if self.log_dir else "logs kept only if it fails"
         return (
             f"run {self.run_id}: {workers}{what} on {self.node}{nodes},"
             f" {restarts_text(self.max_restarts)}{losses}, {logs}"

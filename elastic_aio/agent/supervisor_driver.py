@@ -158,7 +158,7 @@ class TreeParts:
         if self._logs.is_off:
             return None
         directory = self._directory(self._logs)
-        return None if self._logs.log_dir is None else directory.path
+        return directory.path if _has_logs(self._logs) else None
 
     def _directory(self, logs: LogSpec) -> RunDirectory:
         """Return the directory of the run below a `log_dir`; None: a temporary one."""
@@ -171,9 +171,8 @@ class TreeParts:
         """Make the directory of a leaf, or raise HostError, or SpecError for its `log_dir`."""
         if logs.is_off:
             return RunDirectory(None)
-        has_logs = logs.log_dir is not None or not (logs.redirects.is_empty and logs.tee.is_empty)
         try:
-            return self._directory(logs).make_child(path, has_logs=has_logs)
+            return self._directory(logs).make_child(path, has_logs=_has_logs(logs))
         except OSError as error:
             raise HostError(
                 f"cannot create the directory of {path or 'the job'}: {error}"
@@ -911,6 +910,11 @@ def _change(effect: ChildEffect, driver: BaseDriver) -> None:
             driver.request_preemption(notice.reason, max(0.0, notice.until - wall_clock()))
         case AskChild():
             driver.receive(effect.request)
+
+
+def _has_logs(logs: LogSpec) -> bool:
+    """Return whether files of a success stay, and not only what is captured of a failure."""
+    return logs.log_dir is not None or not (logs.redirects.is_empty and logs.tee.is_empty)
 
 
 def _ranks_of(role: str, rank: int, number: int) -> WorkerRanks:

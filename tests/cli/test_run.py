@@ -507,7 +507,7 @@ FORMING = RoundForming(
 COMMAND = ["--nnodes=2", "--master-addr=a", "x"]
 PROGRESS = (
     "aio-elastic: run r: 1 worker of x on near, one of 2 nodes, 0 restarts,"
-    " no logs unless it fails\n",
+    " logs kept only if it fails\n",
     "aio-elastic: waiting for nodes: 1 node present (near), minimum 2, maximum 2, fails in 9 s\n",
 )
 

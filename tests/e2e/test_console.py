@@ -194,7 +194,7 @@ def test_log_dir_dev_null_inherits_everything() -> None:
     assert (ended.code, ended.out) == (0, "x\n")
     assert "no effect of --redirects and --tee" in ended.errors[0]
     assert "y" in ended.errors
-    assert "no logs unless it fails" in ended.err
+    assert "logs kept only if it fails" in ended.err
 
 
 @pytest.fixture

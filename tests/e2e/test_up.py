@@ -196,6 +196,7 @@ def test_lines_have_the_names_of_their_children(logs: str, shown: str, tmp_path:
     ended = run_program([*CLI, "up"], cwd=tmp_path)
     assert ended.code == 0, ended.err
     assert "".join(sorted(ended.out.splitlines(keepends=True))) == shown
+    assert ", logs in /" in ended.err
 
 
 def test_a_procfile(tmp_path: Path) -> None:
