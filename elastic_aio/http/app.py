@@ -57,7 +57,7 @@ _POLICY: Final = {
 _TURN: Final = 32
 """Kept events that are sent to a client before others have their turn: a millisecond or three."""
 
-_PATHS: Final = "/  /healthz  /readyz  /metrics  /status  /events  /logs/RANK/stdout|stderr"
+_PATHS: Final = "/  /healthz  /readyz  /metrics  /status  /events  /logs/[CHILD/]RANK/stdout|stderr"
 
 
 def status_app(job: ViewedJob, *, keep_alive: float = 15.0) -> Starlette:

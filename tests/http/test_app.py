@@ -73,7 +73,8 @@ async def test_an_unknown_page_names_the_known_ones(path: str) -> None:
     answer = await ask(shown("/log"), path)
     assert answer.status_code == 404
     assert answer.text == (
-        "the pages are /  /healthz  /readyz  /metrics  /status  /events  /logs/RANK/stdout|stderr\n"
+        "the pages are /  /healthz  /readyz  /metrics  /status  /events"
+        "  /logs/[CHILD/]RANK/stdout|stderr\n"
     )
 
 
