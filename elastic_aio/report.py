@@ -49,7 +49,8 @@ def _failure(result: LaunchResult, name: str) -> str:
     root, *others = result.failures
     # Numbered by rank, independently of the order of the causes.
     by_rank = sorted(result.failures, key=lambda failure: failure.rank)
-    blocks = {id(failure): _block(index, failure) for index, failure in enumerate(by_rank)}
+    child = result.failed_child
+    blocks = {id(one): _block(index, one, child) for index, one in enumerate(by_rank)}
     in_order = [blocks[id(failure)] for failure in (root, *others)]
     parts = [report_of(f"{name} FAILED", in_order)]
     if result.log_dir:
@@ -83,13 +84,14 @@ def block_of(index: int, fields: Iterable[tuple[str, str]]) -> str:
     return f"[{index}]:\n" + "\n".join(f"  {key:<10}: {value}" for key, value in fields)
 
 
-def _block(index: int, failure: Failure) -> str:
+def _block(index: int, failure: Failure, child: str = "") -> str:
     status = failure.status
     code = "?" if status.returncode is None else str(status.returncode)
     signal = f" ({signal_name(status.signal)})" if status.signal is not None else ""
     fields: list[tuple[str, str]] = [
         ("time", time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(failure.time))),
         ("host", failure.host),
+        *([("child", child)] if child else []),
         ("rank", f"{failure.rank} (local_rank: {failure.local_rank})"),
         ("exitcode", f"{code} (pid: {failure.pid}){signal}"),
         ("error_file", (failure.error and failure.error.path) or "<N/A>"),

@@ -48,6 +48,7 @@ class EventPrinter:
             # Every write erases the line, also an empty write.
             self._countdown = _Countdown(stderr, style, lambda: self._writer.put(b""))
         self._held: list[Event] = []
+        self._said = ""  # the last sentence
         self._status = StatusTracker()
         self.warns_of_threads = False
         """Whether to print once that several workers get OMP_NUM_THREADS=1."""
@@ -88,6 +89,7 @@ class EventPrinter:
     def _print_event(self, event: Event) -> None:
         if event.level < self._level:
             return
+        self._said = event.sentence
         self.print(event.sentence, _RED if isinstance(event, AttemptFailed) else _BOLD)
         if isinstance(event, JobStarted) and event.nproc_per_node > 1 and self.warns_of_threads:
             self.warns_of_threads = False
@@ -109,7 +111,10 @@ class EventPrinter:
         failures = error.result.failures
         has_workers = isinstance(error, JobFailed) and not isinstance(error, RendezvousFailed)
         if has_workers and failures and failures[0].pid is not None:
-            self.print(error.result.reason, _RED)
+            # The end of the child has just said so.
+            child, reason = error.result.failed_child, error.result.reason
+            if not (child and self._said.endswith(reason.removeprefix(f"{child}: "))):
+                self.print(reason, _RED)
             # Half a second for hundreds of long tracebacks.
             report = await run_in_thread(format_failure, error.result, name)
             self._writer.put(report.encode("utf-8", "replace") + b"\n")

@@ -199,6 +199,18 @@ def test_lines_have_the_names_of_their_children(logs: str, shown: str, tmp_path:
     assert ", logs in /" in ended.err
 
 
+def test_a_failure_names_its_child_and_its_rule_once(tmp_path: Path) -> None:
+    """And the plan of a dry run has what is set of a probe."""
+    text = '[children.once]\ncommand = ["sh", "-c", "exit 3"]\nready = { http = "http://h/" }\n'
+    (tmp_path / "jobs.toml").write_text(text)
+    ended = run_program([*CLI, "up"], cwd=tmp_path)
+    assert ended.code == 3
+    assert ended.err.count("no restarts allowed") == 1
+    assert "\n  child     : once\n" in ended.err
+    plan = run_program([*CLI, "up", "--dry-run"], cwd=tmp_path).out
+    assert plan.endswith(", ready: Http(url='http://h/')\n")
+
+
 def test_a_procfile(tmp_path: Path) -> None:
     """Each type has its port; the first process that ends ends all."""
     (tmp_path / "Procfile").write_text("web: echo $PORT; exec sleep 99\nend: sleep 0.5; exit 3\n")
