@@ -579,10 +579,16 @@ def matches(
         return list(jobs)
     if not name:
         return []
+    begins = begins and not _is_short_number(name)
     exact = [job for job in jobs if name in (str(job.pid), _run_id(job))]
     programs = [(job, job.status.entrypoint) for job in jobs if job.status is not None]
     named = [job for job, path in programs if name in (path, os.path.basename(path))]
     return exact or named or [job for job in jobs if begins and _run_id(job).startswith(name)]
+
+
+def _is_short_number(name: str) -> bool:
+    """Return whether a name may be a rank: it is not the beginning of an id of a run then."""
+    return name.isdecimal() and len(name) < 4
 
 
 def _run_id(job: RunningJob) -> str:

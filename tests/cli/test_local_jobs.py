@@ -159,6 +159,13 @@ def test_the_beginnings_of_jobs(name: str, pids: list[int]) -> None:
     assert [job.pid for job in matches(JOBS, name, begins=True)] == pids
 
 
+def test_a_rank_is_no_beginning_of_an_id() -> None:
+    jobs = [running_job(7, "0123abcd")]
+    assert matches(jobs, "0123", begins=True) == jobs
+    assert not matches(jobs, "012", begins=True)
+    assert not matches(jobs, "0", begins=True)
+
+
 @pytest.mark.parametrize(
     ("jobs", "name", "problem"),
     [
