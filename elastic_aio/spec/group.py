@@ -53,9 +53,9 @@ def _children(name: str, value: object) -> Mapping[str, AnySpec]:
         is_name = isinstance(child, str) and _NAME.fullmatch(child)
         is_alone = child == "" and len(value) == 1  # a job that needs a supervisor for itself
         if not (is_name or is_alone) or _NOT_NAMES.fullmatch(child):
-            problem = (
-                "must have names of letters, digits, '_', '-' and '.', which are no file names"
-            )
+            problem = "must have names of up to 64 letters, digits, '_', '-' and '.', no '.' first"
+            if is_name:  # of a file in the directory of a run
+                problem = "must not have a name such as attempt_0, or with .json, .jsonl or .log"
             raise SpecError(name, child, problem)
         if not isinstance(spec, (LaunchSpec, GroupSpec)):
             raise SpecError(f"{name}[{child!r}]", spec, "must be a LaunchSpec or a GroupSpec")
