@@ -112,8 +112,8 @@ async def test_limits_are_set_before_the_program_runs(
 async def test_a_worker_runs_as_another_user(tmp_path: Path) -> None:
     """With its groups and its variables, unless the job has others."""
     tmp_path.chmod(0o777)
-    for parent in tmp_path.parents[:3]:
-        parent.chmod(0o755)
+    for parent in tmp_path.parents[:3]:  # one of them may be that of all programs
+        parent.chmod(parent.stat().st_mode | 0o055)
     show = shell(
         f"id -u > {tmp_path}/out; id -G >> {tmp_path}/out; echo $HOME $USER >> {tmp_path}/out"
     )
