@@ -83,7 +83,7 @@ def kill_one(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]
     """Kill 1 of 64 independent workers: how many others change, and when it is back.
 
     The limit is a loop of asyncio for each worker, which looks for nothing that the worker has
-    left; both run at the same time, and are asked in turns.
+    left.  The two take turns, so that the workers of the one are no processes that the other reads.
     """
     lines = []
     for name, worker in (("of a shell", _SHELL), ("of Python", _PYTHON)):
@@ -111,23 +111,20 @@ def _kills(ours: Launcher, worker: Sequence[str], rounds: int) -> tuple[float, f
     times: tuple[list[float], list[float]] = ([], [])
     changed = 0
     for turn in range(rounds):
-        with tempfile.TemporaryDirectory() as name:
-            kept: list[_Kept] = []
-            try:
-                for command, directory in ((run, "ours"), (loop, "loop")):
-                    kept.append(_Kept(command, worker, Path(name) / directory))
-                    kept[-1].read(_WORKERS)
-                time.sleep(_SETTLED_S)
-                before = dict(kept[0].pids)
-                for rank in range(_KILLS):
-                    for at in (0, 1) if (rank + turn) % 2 else (1, 0):
-                        times[at].append(kept[at].kill(rank))
+        for at in (0, 1) if turn % 2 else (1, 0):
+            with tempfile.TemporaryDirectory() as name:
+                kept = _Kept((run, loop)[at], worker, Path(name) / "workers")
+                try:
+                    kept.read(_WORKERS)
+                    time.sleep(_SETTLED_S)
+                    before = dict(kept.pids)
+                    for rank in range(_KILLS):
+                        times[at].append(kept.kill(rank))
                         time.sleep(_PAUSE_S)
-                others = range(_KILLS, _WORKERS)
-                changed += sum(not _is_same(kept[0].pids[rank], before[rank]) for rank in others)
-            finally:
-                for each in kept:
-                    each.close()
+                    others = range(_KILLS, _WORKERS)
+                    changed += sum(not _is_same(kept.pids[rank], before[rank]) for rank in others)
+                finally:
+                    kept.close()
     return statistics.median(times[0]), statistics.median(times[1]), changed
 
 
