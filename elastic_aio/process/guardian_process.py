@@ -49,8 +49,9 @@ _program = b""
 _kept: list[tuple[int, int]] = []
 # Set in the guardian's environment, so that an application that runs itself notices.
 _VARIABLE = "ELASTIC_AIO_GUARDIAN"
-# Descriptors of one message (SCM_MAX_FD in the kernel), of which some are left free.
-_PIPES_EACH = 250
+# Descriptors of one message: SCM_MAX_FD in the kernel is 253, but each needs a number here when the
+# message is read again.
+_PIPES_EACH = 64
 
 
 class KeptPipes:
@@ -72,39 +73,52 @@ class KeptPipes:
         """The end at which its reports arrive."""
         for end in (self._sender, self._receiver):
             end.setblocking(False)
-        self._messages: dict[int, int] = {}  # on the way, by owner
+        self._owners: set[int] = set()
+        self._messages = 0  # on the way
 
     def replace(self, owner: int, descriptors: Sequence[int]) -> None:
-        """Keep only these pipes of an owner; the last ones are not kept if too many are on the way.
+        """Keep only these pipes of an owner.
 
-        The kernel limits them for each user, and a socket takes some 250 messages.
+        Pipes of several owners share a message, because a socket takes some 150 messages.  The last
+        ones are not kept if the kernel allows no more on the way: as many as a user may have open.
         """
-        if self._messages.get(owner):
-            count, self._messages = sum(self._messages.values()), {}
-            for _ in range(count):  # what others keep goes to the end of the queue
-                sender, received = self._receive()
-                if sender != owner:
-                    self._send(sender, received)
-                for descriptor in received:
-                    os.close(descriptor)
-        for start in range(0, len(descriptors), _PIPES_EACH):
-            self._send(owner, descriptors[start : start + _PIPES_EACH])
+        if not descriptors and owner not in self._owners:
+            return
+        (self._owners.add if descriptors else self._owners.discard)(owner)
+        new = [(owner, number) for number in descriptors]
+        count, self._messages = self._messages, 0
+        for _ in range(count):  # each goes to the end of the queue
+            received = self._receive()
+            kept = [each for each in received if each[0] != owner]
+            room = _PIPES_EACH - len(kept)
+            self._send([*kept, *new[:room]])
+            new = new[room:]
+            for _, number in received:
+                os.close(number)
+        while new:
+            self._send(new[:_PIPES_EACH])
+            new = new[_PIPES_EACH:]
 
-    def _send(self, owner: int, descriptors: Sequence[int]) -> None:
-        content = struct.pack(f"{len(descriptors)}i", *descriptors)
-        rights = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, content)]
-        with suppress(OSError):
-            self._sender.sendmsg([b"%d" % owner], rights)
-            self._messages[owner] = self._messages.get(owner, 0) + 1
+    def _send(self, pipes: Sequence[tuple[int, int]]) -> None:
+        if pipes:
+            owners, numbers = zip(*pipes, strict=True)
+            content = struct.pack(f"{len(pipes)}i", *numbers)
+            rights = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, content)]
+            with suppress(OSError):
+                self._sender.sendmsg([struct.pack(f"{len(pipes)}q", *owners)], rights)
+                self._messages += 1
 
-    def _receive(self) -> tuple[int, list[int]]:
+    def _receive(self) -> list[tuple[int, int]]:
         space = _socket.CMSG_SPACE(4 * _PIPES_EACH)
         try:
-            data, ancillary, _, _ = self._receiver.recvmsg(32, space)
+            data, ancillary, _, _ = self._receiver.recvmsg(
+                8 * _PIPES_EACH, space, _socket.MSG_CMSG_CLOEXEC
+            )
         except OSError:
-            return 0, []
-        contents = (content for _, _, content in ancillary)
-        return int(data), [number for one in contents for (number,) in struct.iter_unpack("i", one)]
+            return []
+        owners = (owner for (owner,) in struct.iter_unpack("q", data))
+        contents = b"".join(content for _, _, content in ancillary)
+        return [*zip(owners, memoryview(contents).cast("i"), strict=False)]
 
     def receive_reports(self) -> list[list[int]]:
         """Return the numbers of each report that has arrived."""

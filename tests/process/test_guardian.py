@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -868,6 +869,36 @@ def test_more_pipes_than_a_message_takes(pipe: tuple[int, int]) -> None:
         os.close(item)
     assert open_descriptors().keys() == own.keys() - {reader}
     assert last_reader not in open_descriptors()
+
+
+def test_more_owners_than_a_socket_takes_messages() -> None:
+    """The pipes of all are kept, also of those that come after many have ended."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(limit[1], 4 * MANY), limit[1]))
+    own = open_descriptors()
+    kept = KeptPipes()
+    writers: dict[int, int] = {}
+
+    def add(owner: int) -> None:
+        reader, writers[owner] = os.pipe()
+        kept.replace(owner, [reader])
+        os.close(reader)
+
+    for owner in range(MANY):
+        add(owner)
+    for owner in range(0, MANY, 2):
+        kept.replace(owner, [])
+    assert [owner for owner, writer in writers.items() if is_read(writer)] == [*range(1, MANY, 2)]
+    for owner in range(0, MANY, 2):
+        os.close(writers[owner])
+        add(owner)
+    assert all(map(is_read, writers.values()))
+    kept.close()
+    for writer in writers.values():
+        assert not is_read(writer)
+        os.close(writer)
+    assert open_descriptors() == own
+    resource.setrlimit(resource.RLIMIT_NOFILE, limit)
 
 
 RECEIVING = """
