@@ -292,18 +292,14 @@ class Process:
                 reader, writer = os.pipe2(os.O_CLOEXEC)
                 ends.append(writer if number else reader)
                 opened.callback(os.close, ends[-1])
-                self._set_stream(number, reader if number else writer)
+                if number:
+                    stream = PipeReceiveStream(reader, self._keep_pipes)
+                    setattr(self, "stdout" if number == 1 else "stderr", stream)
+                else:
+                    self.stdin = PipeSendStream(writer)
             else:
                 ends.append(value)
         return ends[0], ends[1], ends[2]
-
-    def _set_stream(self, number: int, descriptor: int) -> None:
-        if number == 0:
-            self.stdin = PipeSendStream(descriptor)
-        elif number == 1:
-            self.stdout = PipeReceiveStream.of(descriptor, self._keep_pipes)
-        else:
-            self.stderr = PipeReceiveStream.of(descriptor, self._keep_pipes)
 
     def _keep_pipes(self) -> None:
         """Let the guardian read what is printed while it ends the tree."""
@@ -339,28 +335,25 @@ def _warn(why: str) -> None:
 # ------------------------------------------------------------------------- the streams
 
 
-class _PipeEnd:
-    """A descriptor that one task at a time waits for; -1 once it is closed."""
+class _Pipe:
+    """An end of a pipe, for which one task at a time waits."""
 
     def __init__(self, descriptor: int, on_closed: Callable[[], object] = bool) -> None:
         """Take over a descriptor; `on_closed` is called when it is closed."""
         os.set_blocking(descriptor, False)
         self.descriptor = descriptor
+        """-1 once it is closed."""
         self._on_closed = on_closed
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
 
-    def check(self, action: str) -> None:
+    def _check(self, action: str) -> None:
         if self._waiter is not None:
             raise BusyResourceError(action)
         if self.descriptor < 0:
             raise ClosedResourceError
 
-    @property
-    def is_awaited(self) -> bool:
-        return self._waiter is not None
-
-    async def wait(self, add: Callable[..., Any], remove: Callable[[int], Any]) -> None:
+    async def _wait(self, add: Callable[..., Any], remove: Callable[[int], Any]) -> None:
         """Wait until the loop calls what is added for this descriptor, or raise
         ClosedResourceError."""
         waiter = self._waiter = self._loop.create_future()
@@ -372,6 +365,14 @@ class _PipeEnd:
             self._waiter = None
             if self.descriptor >= 0:
                 remove(descriptor)
+
+    async def aclose(self) -> None:
+        """Close this end: a process that writes gets SIGPIPE, and a reader the end of the file.
+
+        Idempotent.
+        """
+        self.close()
+        await checkpoint()
 
     def close(self) -> None:
         """Close the descriptor, and wake the task that waits for it.  Idempotent."""
@@ -386,25 +387,11 @@ class _PipeEnd:
         self._on_closed()
 
 
-class PipeReceiveStream(ByteReceiveStream):
+class PipeReceiveStream(_Pipe, ByteReceiveStream):
     """What a process writes to a pipe.
 
     Cancellation: of `receive` loses no bytes.
     """
-
-    def __init__(self, end: _PipeEnd) -> None:
-        self._end = end
-        self._loop = asyncio.get_running_loop()
-
-    @classmethod
-    def of(cls, descriptor: int, on_closed: Callable[[], object] = bool) -> PipeReceiveStream:
-        """Take over the end of a pipe that is read."""
-        return cls(_PipeEnd(descriptor, on_closed))
-
-    @property
-    def descriptor(self) -> int:
-        """The end of the pipe; -1 once it is closed."""
-        return self._end.descriptor
 
     async def receive(self, max_bytes: int = _CHUNK) -> bytes:
         """Return the next bytes, 1 to `max_bytes`.
@@ -416,52 +403,39 @@ class PipeReceiveStream(ByteReceiveStream):
         """
         if max_bytes < 1:
             raise ValueError(f"max_bytes: must be at least 1 (got {max_bytes})")
-        self._end.check("receiving from")
+        self._check("receiving from")
         await checkpoint()
         while True:
-            self._end.check("receiving from")
+            self._check("receiving from")
             try:
-                content = os.read(self._end.descriptor, max_bytes)
+                content = os.read(self.descriptor, max_bytes)
             except BlockingIOError:
-                await self._end.wait(self._loop.add_reader, self._loop.remove_reader)
+                await self._wait(self._loop.add_reader, self._loop.remove_reader)
                 continue
             if not content:
                 raise EndOfStream
             return content
 
-    async def aclose(self) -> None:
-        """Close this end: a process that writes gets SIGPIPE.  Idempotent."""
-        self.close()
-        await checkpoint()
-
     def drop(self) -> None:
         """Read all that comes from now on, so that no process waits, unless a task receives."""
-        if self._end.descriptor >= 0 and not self._end.is_awaited:
-            self._loop.add_reader(self._end.descriptor, self._on_readable)
+        if self.descriptor >= 0 and self._waiter is None:
+            self._loop.add_reader(self.descriptor, self._on_readable)
 
     def _on_readable(self) -> None:
         try:
             for _ in range(_READS):
-                if not os.read(self._end.descriptor, _CHUNK):
+                if not os.read(self.descriptor, _CHUNK):
                     self.close()
                     return
         except BlockingIOError:
             return
 
-    def close(self) -> None:
-        self._end.close()
 
-
-class PipeSendStream(ByteSendStream):
+class PipeSendStream(_Pipe, ByteSendStream):
     """What a process reads from a pipe.
 
     Cancellation: of `send` may leave a part of the bytes sent.
     """
-
-    def __init__(self, descriptor: int) -> None:
-        """Take over the end of a pipe that is written to."""
-        self._end = _PipeEnd(descriptor)
-        self._loop = asyncio.get_running_loop()
 
     async def send(self, item: bytes) -> None:
         """Return when the pipe has taken all bytes.
@@ -471,26 +445,18 @@ class PipeSendStream(ByteSendStream):
             ClosedResourceError: this end is closed.
             BusyResourceError: another task sends.
         """
-        self._end.check("sending to")
+        self._check("sending to")
         await checkpoint()
         left = memoryview(item)
         while left:
-            self._end.check("sending to")
+            self._check("sending to")
             try:
-                left = left[os.write(self._end.descriptor, left) :]
+                left = left[os.write(self.descriptor, left) :]
             except BlockingIOError:
-                await self._end.wait(self._loop.add_writer, self._loop.remove_writer)
+                await self._wait(self._loop.add_writer, self._loop.remove_writer)
             except BrokenPipeError as error:
                 raise BrokenResourceError from error
 
     async def send_eof(self) -> None:
         """Close the pipe: the process reads its end.  Idempotent."""
         await self.aclose()
-
-    async def aclose(self) -> None:
-        """Do the same.  Idempotent."""
-        self.close()
-        await checkpoint()
-
-    def close(self) -> None:
-        self._end.close()
