@@ -38,6 +38,11 @@ WORKER_STATES: Final = ("running", "succeeded", "failed", "stopped")
 _FINAL: Final = PHASES[-4:]
 
 
+def is_below(path: str, child: str) -> bool:
+    """Return whether a path is that of a child or of what is below it."""
+    return not child or f"{path}/".startswith(f"{child}/")
+
+
 class WorkerStatus(Struct, frozen=True):
     """A worker of the latest attempt: its process `pid`, and its `state`.
 

@@ -40,7 +40,7 @@ from elastic_aio.spec.checks import (
     signal_number,
 )
 from elastic_aio.spec.job import LaunchSpec
-from elastic_aio.status import JobStatus
+from elastic_aio.status import JobStatus, is_below
 
 if TYPE_CHECKING:
     from elastic_aio.agent.multi_node_driver import RendezvousFactory
@@ -279,7 +279,7 @@ class Agent:
         from elastic_aio.logs.reader import LogReader
 
         def is_chosen(stream: LoggedStream) -> bool:
-            return _is_below(stream.child, child) and stream.is_one_of(chosen, names)
+            return is_below(stream.child, child) and stream.is_one_of(chosen, names)
 
         return LogReader(driver.logged, is_chosen, follow=follow, since=since)
 
@@ -455,7 +455,7 @@ class Agent:
         if changed == set():
             return True
         async for event in events:
-            is_failed = isinstance(event, ReloadFailed) and _is_below(event.child, child)
+            is_failed = isinstance(event, ReloadFailed) and is_below(event.child, child)
             if isinstance(event, ChildFinished) and event.state is JobState.FAILED:
                 is_failed = event.child in (changed or ())
             if event.seq >= begun and is_failed:
@@ -647,11 +647,6 @@ def driver_of(agent: Agent) -> BaseDriver:
     return agent._started_driver
 
 
-def _is_below(path: str, child: str) -> bool:
-    """Return whether a path is that of a child or of what is below it."""
-    return not child or f"{path}/".startswith(f"{child}/")
-
-
 def _is_end_of(event: Event, child: str, *, or_start_above: bool = False) -> bool:
     """Return whether a child, or a group that it is in, has ended for good.
 
@@ -660,7 +655,7 @@ def _is_end_of(event: Event, child: str, *, or_start_above: bool = False) -> boo
     kind = type(event).__name__  # most jobs load no events of children
     is_end = kind == "ChildFinished"
     is_start = or_start_above and kind == "ChildLaunched" and event.child != child
-    return (is_end or is_start) and _is_below(child, event.child)
+    return (is_end or is_start) and is_below(child, event.child)
 
 
 def _is_supervised(spec: AnySpec) -> bool:

@@ -536,6 +536,11 @@ class SupervisorMachine:
         return {child.name: child for child in self._members}
 
     @property
+    def is_ending(self) -> bool:
+        """Whether no child is started any more."""
+        return self._is_ending
+
+    @property
     def restarts(self) -> int:
         """Restarts of children after failures so far, their own too."""
         return sum(child.restarts for child in self._children.values())

@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from random import random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from msgspec.structs import replace
 
@@ -91,12 +91,14 @@ from elastic_aio.spec.group import (
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.stacks import StackDump
-from elastic_aio.status import JobStatus, StatusTracker
+from elastic_aio.status import JobStatus, StatusTracker, is_below
 
 if TYPE_CHECKING:
     from elastic_aio.agent.multi_node_driver import RendezvousFactory
     from elastic_aio.process.listeners import Listeners
     from elastic_aio.spec.sockets import SocketSpec
+
+    _SocketKey: TypeAlias = tuple[str, tuple[SocketSpec, ...]]
 
 # Of a `JobStarted`, which begins each start of a child.
 _OF_START = ("entrypoint", "nproc_per_node", "max_restarts", "log_dir", "role", "children")
@@ -142,6 +144,8 @@ class TreeParts:
         self._runs: set[str] = set()
         self._starts: Counter[str] = Counter()  # by path
         self._attempts: dict[str, int] = {}  # the latest numbers, by path
+        self.kept_listeners: dict[str, dict[_SocketKey, Listeners]] = {}
+        """The sockets of groups that may be started again, by path."""
 
     def count_start(self, path: str) -> int:
         """Return the number of the next start of a child: they go on over those of its group."""
@@ -206,8 +210,14 @@ class TreeParts:
             runtime.output.capture.make_files()
         return runtime
 
+    def close_listeners(self, path: str) -> None:
+        for listeners in self.kept_listeners.pop(path).values():
+            listeners.close()
+
     async def close(self) -> str | None:
         """Remove what is empty, and old runs; return the directory with logs, if one remains."""
+        for path in [*self.kept_listeners]:
+            self.close_listeners(path)
         self.logged.close()
         found = None
         for log_dir, directory in self._directories.items():
@@ -383,7 +393,9 @@ class SupervisorDriver(BaseDriver):
         self._results: dict[str, LaunchResult] = {}
         # Open over all starts of a child; all independent workers have the same.  While a reload
         # changes them, both are open, and share what stays.
-        self._listeners: dict[tuple[str, tuple[SocketSpec, ...]], Listeners] = {}
+        self._listeners: dict[_SocketKey, Listeners] = {}
+        if parent is not None:
+            self._listeners = parts.kept_listeners.pop(path, {})
         self._ended: dict[str, deque[AttemptResult]] = {}
         self._opening = asyncio.Lock()
         self._began = self._clock.now()
@@ -697,12 +709,20 @@ class SupervisorDriver(BaseDriver):
             self._close_unused()
         return listeners
 
-    def _socket_key(self, name: str, spec: AnySpec) -> tuple[str, tuple[SocketSpec, ...]]:
+    def _socket_key(self, name: str, spec: AnySpec) -> _SocketKey:
         is_worker = isinstance(self._spec, LaunchSpec)
         return "" if is_worker else name, spec.sockets if isinstance(spec, LaunchSpec) else ()
 
     def _close_unused(self) -> None:
         """Close the sockets that no start of a child has, and none will have."""
+        if self._machine.is_ending:  # another start of the group may have them
+            return
+        for path in [*self._parts.kept_listeners]:
+            if is_below(path, self._path):
+                name = path[len(self._path) :].lstrip("/").partition("/")[0]
+                state = self._machine.children.get(name)
+                if state is None or state.phase in ENDS:
+                    self._parts.close_listeners(path)
         if not self._listeners:
             return
         used = {self._socket_key(one.effect.name, one.effect.spec) for one in self._starts.values()}
@@ -845,9 +865,9 @@ class SupervisorDriver(BaseDriver):
             self._disarm(timer)
         while self._starts:  # after a defect only
             await asyncio.wait([start.over for start in self._starts.values()])
-        for listeners in self._listeners.values():
-            listeners.close()
         is_outermost = self._parent is None
+        if self._listeners:  # another start of a group, if one follows, has them too
+            self._parts.kept_listeners[self._path] = self._listeners
         log_dir = await run_shielded(self._parts.close) if is_outermost else None
         result = make_result(
             self._parts.run_id,

@@ -197,6 +197,25 @@ async def test_a_gang_keeps_its_sockets_over_starts_by_its_supervisor() -> None:
         writer.close()
 
 
+async def test_a_group_keeps_its_sockets_over_starts_by_its_parent() -> None:
+    """Clients wait for the next one; the end of the group closes them."""
+    port, before = free_port(), open_descriptors()
+    inner = GroupSpec({"web": servers(port, "v0", 1), "fails": leaf()}, max_restarts=9, window=None)
+    spec = GroupSpec({"inner": inner, "other": leaf()}, essential=["other"], window=None)
+    async with Agent(spec) as agent:
+        await until_all_run(agent)
+        async with clients(port) as answers:
+            for number in (1, 2):
+                os.kill(agent.pids("inner/fails")[0], signal.SIGKILL)
+                await until(lambda: agent.children()["inner"].generation == number)  # noqa: B023
+                answers.clear()
+                await until(lambda: len(answers) > 20)
+        await agent.stop(child="inner")
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", port)
+    assert not new_descriptors(before)
+
+
 async def test_a_child_waits_until_what_it_is_after_is_ready() -> None:
     """By a probe, not by the start of the server."""
     port = free_port()
