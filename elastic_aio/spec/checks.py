@@ -77,11 +77,17 @@ class Seconds(Struct, frozen=True, kw_only=True):
 
 
 class Whole(Struct, frozen=True, kw_only=True):
-    """A whole number."""
+    """A whole number, of at least so much, and at most that if there is a limit."""
 
     at_least: int
+    at_most: int | None = None
 
     def __call__(self, name: str, value: object) -> int:
+        if self.at_most is not None:
+            if not is_integer(value) or not self.at_least <= value <= self.at_most:
+                problem = f"must be a whole number from {self.at_least} to {self.at_most}"
+                raise SpecError(name, value, problem)
+            return value
         return checked_integer(name, value, at_least=self.at_least)
 
 

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from elastic_aio.errors import SpecError
-from elastic_aio.spec.checks import Seconds, Whole, check_keys, checked_name, is_integer, parse_size
+from elastic_aio.spec.checks import (
+    Seconds,
+    Whole,
+    check_keys,
+    checked_name,
+    checked_part,
+    is_integer,
+    parse_size,
+)
 from elastic_aio.spec.fields import Converted, SpecValue, field, spec_fields
 
 _BYTES_MAX: Final = 1 << 62
@@ -19,15 +27,6 @@ def _size(name: str, value: object) -> int:
     if not is_integer(size) or not 0 < size <= _BYTES_MAX:
         raise SpecError(name, value, "must be a size such as '512M' or a number of bytes")
     return size
-
-
-def _between(low: int, high: int) -> Any:
-    def check(name: str, value: object) -> int:
-        if not is_integer(value) or not low <= value <= high:
-            raise SpecError(name, value, f"must be a whole number from {low} to {high}")
-        return value
-
-    return check
 
 
 def _umask(name: str, value: object) -> int:
@@ -62,9 +61,9 @@ class LimitSpec(SpecValue, prefix="limits."):
     """CPUs: 1.5 is one and a half."""
     pids_max: int | None = field(default=None, check=Whole(at_least=1))
     """Processes and threads."""
-    nice: int | None = field(default=None, check=_between(-20, 19))
+    nice: int | None = field(default=None, check=Whole(at_least=-20, at_most=19))
     """The nice value of each worker; lower ones than the launcher's need a privilege."""
-    oom_score_adj: int | None = field(default=None, check=_between(-1000, 1000))
+    oom_score_adj: int | None = field(default=None, check=Whole(at_least=-1000, at_most=1000))
     """What the kernel adds to the score by which it chooses a process to kill for memory."""
     umask: Converted[int | None, int | str | None] = field(default=None, check=_umask)
     """The mask of the modes of new files; a text is octal."""
@@ -91,10 +90,7 @@ _PERIOD_US: Final = 100_000
 
 def checked_limits(name: str, value: object) -> LimitSpec:
     """Return limits that are given as a value or as a table of its fields, or raise SpecError."""
-    if isinstance(value, LimitSpec):
-        return value
-    if not isinstance(value, Mapping):
-        raise SpecError(name, value, "must be a LimitSpec or a table of its fields")
-    check_keys(name, value, spec_fields(LimitSpec))
-    fields: dict[str, Any] = dict(value)
-    return LimitSpec(**fields)
+    if isinstance(value, Mapping):
+        check_keys(name, value, spec_fields(LimitSpec))
+        return LimitSpec(**value)
+    return checked_part(name, value, LimitSpec, " or a table of its fields")

@@ -238,16 +238,6 @@ KINDS: Final[Mapping[str, Callable[..., Probe]]] = {
 """Probes by their key in a table."""
 
 
-_TEXTS: Final[Mapping[str, Callable[[str], Probe]]] = {
-    "http": lambda rest: Http(f"http:{rest}"),
-    "https": lambda rest: Http(f"https:{rest}"),
-    "tcp": lambda rest: Tcp(rest.removeprefix("//")),
-    "exec": Exec,
-    "log": LogMatch,
-}
-"""Probes of a text by what stands before its colon."""
-
-
 def checked_probe(name: str, value: object) -> Probe:
     """Return a probe, given as a value, as a text of the command line, or as a table.
 
@@ -257,12 +247,14 @@ def checked_probe(name: str, value: object) -> Probe:
     if isinstance(value, Probe) and type(value) not in (Probe, PolledProbe):
         return value
     if isinstance(value, str):
-        kind, colon, rest = value.partition(":")
         if value == "notify":
             return Notify()
-        if colon and kind in _TEXTS:
+        kind, colon, rest = value.partition(":")
+        if kind in ("http", "https"):
+            kind, rest = "http", value
+        if colon and kind in KINDS:
             try:
-                return _TEXTS[kind](rest)
+                return KINDS[kind](rest.removeprefix("//") if kind == "tcp" else rest)
             except SpecError as error:
                 raise SpecError(name, value, error.problem) from None
     if isinstance(value, Mapping):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.checks import check_keys, checked_items, checked_text, parse_host_port
@@ -98,6 +98,5 @@ def _socket(name: str, value: object) -> SocketSpec:
     if isinstance(value, Mapping):
         check_keys(name, value, spec_fields(SocketSpec))
         if "address" in value:
-            fields: dict[str, Any] = dict(value)
-            return SocketSpec(**fields)
+            return SocketSpec(**value)
     raise SpecError(name, value, _FORMS)
