@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Final
 
@@ -44,40 +44,29 @@ class Cgroup:
         return f"<Cgroup {self.path}>"
 
     @classmethod
-    def make(
-        cls,
-        files: Mapping[str, str],
-        *,
-        own: Callable[[], str] | None = None,
-        children: Callable[[], list[int]] | None = None,
-    ) -> Cgroup:
+    def make(cls, files: Mapping[str, str]) -> Cgroup:
         """Make a cgroup with such limits: the content of its files by their names.
-
-        `own` returns the directory of this process's cgroup, and `children` the descendants of this
-        process; None: they are looked up.
 
         Raises:
             HostError: it cannot be made; the message names the file that cannot be written.
         """
-        base = (own or own_directory)()
-        controllers = {name.partition(".")[0]: f"limits.{name.replace('.', '_')}" for name in files}
-        base = _enable(base, controllers, children or _own_children)
+        fields = {name: f"limits.{name.replace('.', '_')}" for name in files}
+        controllers = {name.partition(".")[0]: field for name, field in fields.items()}
+        base = _enable(own_directory(), controllers)
         _remove_old(base)
         path = os.path.join(base, f"{PREFIX}{os.getpid()}-{next(_numbers)}")
-        try:
+        with _refusing("limits", path, "make"):
             os.mkdir(path)
-        except OSError as error:
-            raise _refused("limits", "make", path, error) from error
-        group = cls(path)
-        for name, text in files.items():
-            try:
-                _write(os.path.join(path, name), text)
-            except OSError as error:
-                with suppress(OSError):
-                    os.rmdir(path)
-                field = f"limits.{name.replace('.', '_')}"
-                raise _refused(field, "write", os.path.join(path, name), error) from error
-        return group
+        try:
+            for name, text in files.items():
+                file = os.path.join(path, name)
+                with _refusing(fields[name], file):
+                    _write(file, text)
+        except HostError:
+            with suppress(OSError):
+                os.rmdir(path)
+            raise
+        return cls(path)
 
     def kill(self) -> None:
         """Kill all of its processes, also those that are being forked.
@@ -113,7 +102,7 @@ def own_directory() -> str:
     raise HostError(f"limits: this host shows no cgroup v2 to this process{_HINT}")
 
 
-def _enable(base: str, controllers: Mapping[str, str], children: Callable[[], list[int]]) -> str:
+def _enable(base: str, controllers: Mapping[str, str]) -> str:
     """Let the cgroups below `base`, or beside it, have controllers; return the one above them."""
     above = os.path.dirname(base)
     is_ours = os.path.basename(base) == LAUNCHER or any(
@@ -127,37 +116,29 @@ def _enable(base: str, controllers: Mapping[str, str], children: Callable[[], li
             path = os.path.join(base, "cgroup.controllers")
             raise HostError(f"{field}: the controller {name!r} is not in {path}{_HINT}")
     if missing := controllers.keys() - enabled:
-        path = os.path.join(base, "cgroup.subtree_control")
+        path, field = os.path.join(base, "cgroup.subtree_control"), controllers[min(missing)]
         text = " ".join(f"+{name}" for name in sorted(missing))
-        field = controllers[min(missing)]
-        try:
+        with _refusing(field, path):
             try:
                 _write(path, text)
             except OSError as error:
                 if error.errno != errno.EBUSY:
                     raise
-                _move_aside(base, field, children)
+                _move_aside(os.path.join(base, LAUNCHER), field)
                 _write(path, text)
-        except OSError as error:
-            raise _refused(field, "write", path, error) from error
     return base
 
 
-def _move_aside(base: str, field: str, children: Callable[[], list[int]]) -> None:
+def _move_aside(aside: str, field: str) -> None:
     """Move this process and its children to a cgroup of their own."""
-    aside = os.path.join(base, LAUNCHER)
-    try:
+    path = os.path.join(aside, "cgroup.procs")
+    with _refusing(field, path):
         with suppress(FileExistsError):
             os.mkdir(aside)
-        for pid in (*children(), os.getpid()):
+        children = [process.pid for process in proc.iter_descendants(os.getpid())]
+        for pid in (*children, os.getpid()):
             with suppress(ProcessLookupError):
-                _write(os.path.join(aside, "cgroup.procs"), str(pid))
-    except OSError as error:
-        raise _refused(field, "write", os.path.join(aside, "cgroup.procs"), error) from error
-
-
-def _own_children() -> list[int]:
-    return [process.pid for process in proc.iter_descendants(os.getpid())]
+                _write(path, str(pid))
 
 
 def _remove_old(base: str) -> None:
@@ -177,8 +158,13 @@ def _remove(path: str) -> bool:
     return not os.path.exists(path)
 
 
-def _refused(field: str, what: str, path: str, error: OSError) -> HostError:
-    return HostError(f"{field}: cannot {what} {path}: {error_reason(error)}{_HINT}")
+@contextmanager
+def _refusing(field: str, path: str, what: str = "write") -> Iterator[None]:
+    """Raise the HostError of an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise HostError(f"{field}: cannot {what} {path}: {error_reason(error)}{_HINT}") from error
 
 
 def _is_marked(path: str, attribute: str) -> bool:

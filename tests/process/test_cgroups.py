@@ -8,11 +8,12 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from elastic_aio.errors import HostError
-from elastic_aio.process import cgroups
+from elastic_aio.process import cgroups, proc
 from elastic_aio.process.cgroups import Cgroup, own_directory
 from tests.support.leaks import alive
 
@@ -43,7 +44,11 @@ class Kernel:
         self.written.append((name, text))
 
     def make(self, files: dict[str, str] = LIMITS, own: str = "") -> Cgroup:
-        return Cgroup.make(files, own=lambda: str(self.path / own), children=lambda: [4242])
+        child = SimpleNamespace(pid=4242)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cgroups, "own_directory", lambda: str(self.path / own))
+            patch.setattr(proc, "iter_descendants", lambda pid: [child])
+            return Cgroup.make(files)
 
 
 @pytest.fixture
