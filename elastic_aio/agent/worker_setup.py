@@ -12,7 +12,7 @@ import os
 import pwd
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from msgspec import Struct
@@ -223,7 +223,7 @@ class ExecStarter:
         self,
         spawn: Spawn,
         spec: ChildSpec,
-        settings: Mapping[str, str],
+        settings: dict[str, str],
         descriptors: tuple[int, ...] = (),
     ) -> Child:
         """Start `spec` by `spawn` with `settings`, and return when its program is executed.
@@ -265,7 +265,7 @@ class ExecStarter:
         self._check(report, spec, settings)
         return child
 
-    def _check(self, report: bytes, spec: ChildSpec, settings: Mapping[str, str]) -> None:
+    def _check(self, report: bytes, spec: ChildSpec, settings: dict[str, str]) -> None:
         if not report:
             problem = f"the interpreter {self._command[0]} has ended before"
             message = f"cannot run {spec.argv[0]}: {problem}"

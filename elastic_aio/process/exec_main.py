@@ -6,18 +6,15 @@ starts has to be in its cgroup and to run as its user.
 
 The interpreter gets the words of `format_words`.  It writes to the descriptor `report`, which the
 exec closes: `READY` before the exec, or why that did not happen, `FIELD ERRNO`.
+
+Each start of a worker waits for it, so it imports only what an interpreter has anyway: `os` and
+`__future__` would take a tenth of its time.
 """
 
-from __future__ import annotations
-
 import _signal  # type: ignore[import-not-found]  # `signal` would make enums
-import os
+import posix
 import sys
 from errno import ENOENT
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 FIRST = 3
 """The number of the first socket."""
@@ -27,7 +24,9 @@ EXEC = "exec"
 _END = "--"
 
 
-def format_words(settings: Mapping[str, str], report: int, program: Sequence[str]) -> list[str]:
+def format_words(
+    settings: dict[str, str], report: int, program: tuple[str, ...] | list[str]
+) -> list[str]:
     """Return the arguments of the interpreter, after its options and the source.
 
     The settings are, in the order in which they are made: `cgroup` (a directory), `oom_score_adj`,
@@ -42,11 +41,11 @@ def format_words(settings: Mapping[str, str], report: int, program: Sequence[str
     ]
 
 
-def parse_words(words: Sequence[str]) -> tuple[dict[str, str], int, list[str]]:
+def parse_words(words: list[str]) -> tuple[dict[str, str], int, list[str]]:
     """Return settings, report and program of `format_words`."""
-    end = list(words).index(_END)
+    end = words.index(_END)
     settings = dict(word.split("=", 1) for word in words[:end])
-    return settings, int(settings.pop("report")), list(words[end + 1 :])
+    return settings, int(settings.pop("report")), words[end + 1 :]
 
 
 def parse_report(report: bytes) -> tuple[str, int] | None:
@@ -55,7 +54,7 @@ def parse_report(report: bytes) -> tuple[str, int] | None:
     return (field, int(number)) if number.isdecimal() else None
 
 
-def apply(settings: Mapping[str, str]) -> None:
+def apply(settings: dict[str, str]) -> None:
     """Set all in this process; an OSError has the name of the setting as its `filename2`."""
     for name, setter in _SETTERS.items():
         if name in settings:
@@ -65,17 +64,17 @@ def apply(settings: Mapping[str, str]) -> None:
                 error.filename2 = name
                 raise
     if "sockets" in settings:
-        os.environ["LISTEN_FDNAMES"] = settings["names"]
+        posix.putenv("LISTEN_FDNAMES", settings["names"])
     if "unset" in settings:
-        os.environ.pop(settings["unset"], None)
+        posix.unsetenv(settings["unset"])
 
 
 def _write(path: str, text: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY)
+    descriptor = posix.open(path, posix.O_WRONLY)
     try:
-        os.write(descriptor, text.encode())
+        posix.write(descriptor, text.encode())
     finally:
-        os.close(descriptor)
+        posix.close(descriptor)
 
 
 def _pass_sockets(text: str) -> None:
@@ -84,32 +83,32 @@ def _pass_sockets(text: str) -> None:
     copies = [_above(number, end) for number in sockets]
     for number in sockets:
         if number >= end:
-            os.close(number)
+            posix.close(number)
     for target, copy in enumerate(copies, FIRST):
-        os.dup2(copy, target)  # which is inheritable
-        os.close(copy)
-    os.environ["LISTEN_FDS"] = str(len(sockets))
-    os.environ["LISTEN_PID"] = str(os.getpid())
+        posix.dup2(copy, target)  # which is inheritable
+        posix.close(copy)
+    posix.putenv("LISTEN_FDS", str(len(sockets)))
+    posix.putenv("LISTEN_PID", str(posix.getpid()))
 
 
 def _above(descriptor: int, least: int) -> int:
     """Return a copy of a descriptor with a number of at least `least`."""
     low = []
-    while (copy := os.dup(descriptor)) < least:
+    while (copy := posix.dup(descriptor)) < least:
         low.append(copy)
     for number in low:
-        os.close(number)
+        posix.close(number)
     return copy
 
 
 _SETTERS = {
     "cgroup": lambda text: _write(f"{text}/cgroup.procs", "0"),
     "oom_score_adj": lambda text: _write("/proc/self/oom_score_adj", text),
-    "nice": lambda text: os.setpriority(os.PRIO_PROCESS, 0, int(text)),
-    "groups": lambda text: os.setgroups([int(each) for each in text.split(",") if each]),
-    "group": lambda text: os.setresgid(int(text), int(text), int(text)),
-    "user": lambda text: os.setresuid(int(text), int(text), int(text)),
-    "umask": lambda text: os.umask(int(text)),
+    "nice": lambda text: posix.setpriority(posix.PRIO_PROCESS, 0, int(text)),
+    "groups": lambda text: posix.setgroups([int(each) for each in text.split(",") if each]),
+    "group": lambda text: posix.setresgid(int(text), int(text), int(text)),
+    "user": lambda text: posix.setresuid(int(text), int(text), int(text)),
+    "umask": lambda text: posix.umask(int(text)),
     "sockets": _pass_sockets,
 }
 
@@ -117,11 +116,12 @@ _SETTERS = {
 def _execute(program: list[str]) -> None:
     # Not `os.execvp`: it imports a module, whose file the user may not be allowed to read.
     if "/" in program[0]:
-        os.execv(program[0], program)
+        posix.execv(program[0], program)
     refusal: OSError = FileNotFoundError(ENOENT, "")
-    for directory in os.environ.get("PATH", os.defpath).split(":"):
+    name = program[0].encode(sys.getfilesystemencoding(), "surrogateescape")
+    for directory in posix.environ.get(b"PATH", b"/bin:/usr/bin").split(b":"):
         try:
-            os.execv(f"{directory or '.'}/{program[0]}", program)
+            posix.execv(b"%s/%s" % (directory or b".", name), program)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
@@ -131,7 +131,7 @@ def _execute(program: list[str]) -> None:
 
 def main() -> None:
     settings, report, program = parse_words(sys.argv[1:])
-    os.set_inheritable(report, False)
+    posix.set_inheritable(report, False)
     if "sockets" in settings:  # which take the numbers from 3 on
         report = _above(report, FIRST + len(settings["sockets"].split(",")))  # not inherited either
     field = EXEC
@@ -143,11 +143,11 @@ def main() -> None:
             raise
         for number in (_signal.SIGPIPE, _signal.SIGXFSZ):  # the interpreter ignores them
             _signal.signal(number, _signal.SIG_DFL)
-        os.write(report, READY)
+        posix.write(report, READY)
         _execute(program)
     except OSError as error:
-        os.write(report, f"{field} {error.errno}".encode())
-        os._exit(127)
+        posix.write(report, f"{field} {error.errno}".encode())
+        posix._exit(127)
 
 
 if __name__ == "__main__":

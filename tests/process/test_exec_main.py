@@ -62,6 +62,16 @@ def test_the_program_inherits_what_was_set_and_no_trace_of_the_interpreter() -> 
     assert nice == os.getpriority(os.PRIO_PROCESS, 0)
 
 
+def test_it_imports_what_an_interpreter_has_anyway(tmp_path: Path) -> None:
+    """Each start of a worker with limits or sockets waits for it."""
+    python = [sys.executable, "-I", "-S", "-X", "importtime"]
+    found = []
+    for words in (["-c", "pass"], [exec_main.__file__, "report=2", "nice=0", "--", "/bin/true"]):
+        ended = subprocess.run([*python, *words], stderr=subprocess.PIPE, text=True, timeout=60)
+        found.append({line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()})
+    assert found[1] - found[0] <= {"errno", "."}
+
+
 @pytest.mark.parametrize(
     ("settings", "program", "report"),
     [
