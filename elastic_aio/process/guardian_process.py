@@ -52,6 +52,8 @@ _VARIABLE = "ELASTIC_AIO_GUARDIAN"
 # Descriptors of one message: SCM_MAX_FD in the kernel is 253, but each needs a number here when the
 # message is read again.
 _PIPES_EACH = 64
+# Messages on the way from which on they are shared.
+_MESSAGES = 100
 
 
 class KeptPipes:
@@ -79,14 +81,14 @@ class KeptPipes:
     def replace(self, owner: int, descriptors: Sequence[int]) -> None:
         """Keep only these pipes of an owner.
 
-        Pipes of several owners share a message, because a socket takes some 150 messages.  The last
+        Pipes of many owners share messages, because a socket takes some 150 messages.  The last
         ones are not kept if the kernel allows no more on the way: as many as a user may have open.
         """
-        if not descriptors and owner not in self._owners:
-            return
-        (self._owners.add if descriptors else self._owners.discard)(owner)
         new = [(owner, number) for number in descriptors]
-        count, self._messages = self._messages, 0
+        must_read = owner in self._owners or (new and self._messages >= _MESSAGES)
+        (self._owners.add if new else self._owners.discard)(owner)
+        count = self._messages if must_read else 0
+        self._messages -= count
         for _ in range(count):  # each goes to the end of the queue
             received = self._receive()
             kept = [each for each in received if each[0] != owner]
