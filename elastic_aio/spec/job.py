@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib import import_module
 from os import PathLike
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
-
-from msgspec import Struct
 
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.checks import (
@@ -228,14 +225,28 @@ def _timers(name: str, value: object) -> bool | str:
     return value if isinstance(value, bool) else checked_path(name, value)
 
 
-class _Late(Struct, frozen=True):
-    """The check of a field that few jobs have, in a module that its first use loads."""
+def _ready(name: str, value: object) -> Probe:
+    from elastic_aio.spec.probe import checked_probe
 
-    module: str
-    function: str
+    return checked_probe(name, value)
 
-    def __call__(self, name: str, value: object) -> Any:
-        return getattr(import_module(self.module), self.function)(name, value)
+
+def _alive(name: str, value: object) -> PolledProbe:
+    from elastic_aio.spec.probe import checked_alive
+
+    return checked_alive(name, value)
+
+
+def _sockets(name: str, value: object) -> tuple[SocketSpec, ...]:
+    from elastic_aio.spec.sockets import checked_sockets
+
+    return checked_sockets(name, value)
+
+
+def _limits(name: str, value: object) -> LimitSpec:
+    from elastic_aio.spec.limits import checked_limits
+
+    return checked_limits(name, value)
 
 
 def _program_of(argv: Sequence[str]) -> str:
@@ -339,7 +350,7 @@ class LaunchSpec(SpecValue, prefix=""):
     """How long workers may be silent, and what follows."""
     ready: Converted[Probe | None, Probe | str | Mapping[str, Any] | None] = field(
         default=None,
-        check=_Late("elastic_aio.spec.probe", "checked_probe"),
+        check=_ready,
         own_option="--ready PROBE",
         help="what says that a worker is ready: http://HOST:PORT/PATH, https://..., tcp://HOST:PORT,"
         " exec:COMMAND, log:REGEX or 'notify' (READY=1) (default: as soon as it runs)",
@@ -349,7 +360,7 @@ class LaunchSpec(SpecValue, prefix=""):
     None, when they run.  They have `liveness.ready_timeout` for that."""
     alive: Converted[PolledProbe | None, PolledProbe | str | Mapping[str, Any] | None] = field(
         default=None,
-        check=_Late("elastic_aio.spec.probe", "checked_alive"),
+        check=_alive,
         own_option="--alive PROBE",
         help="fail the attempt when a worker that is ready fails this probe three times in a row:"
         " http://..., https://..., tcp://... or exec:COMMAND (default: none)",
@@ -359,7 +370,7 @@ class LaunchSpec(SpecValue, prefix=""):
     sockets: Converted[tuple[SocketSpec, ...], Iterable[str | SocketSpec | Mapping[str, Any]]] = (
         field(
             default=(),
-            check=_Late("elastic_aio.spec.sockets", "checked_sockets"),
+            check=_sockets,
             own_option="--socket ADDRESSES",
             help="listening sockets that workers inherit from descriptor 3 on (LISTEN_FDS), as in"
             " tcp://127.0.0.1:8000,admin=unix:///run/admin.sock; they stay open over restarts"
@@ -370,7 +381,7 @@ class LaunchSpec(SpecValue, prefix=""):
     as sd_listen_fds(3) describes: addresses `tcp://HOST:PORT` and `unix:///PATH`, with a name
     `NAME=ADDRESS`, or `SocketSpec`."""
     limits: Converted[LimitSpec | None, LimitSpec | Mapping[str, Any] | None] = field(
-        default=None, check=_Late("elastic_aio.spec.limits", "checked_limits")
+        default=None, check=_limits
     )
     """What the workers may use of the host, and as whom they run."""
     rendezvous: Converted[RendezvousSpec, RendezvousSpec | None] = field(default=RendezvousSpec())
