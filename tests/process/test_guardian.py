@@ -901,6 +901,32 @@ def test_more_owners_than_a_socket_takes_messages() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, limit)
 
 
+def test_a_further_owner_takes_no_descriptors() -> None:
+    """A program that has few left would lose the pipes of the others."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    kept = KeptPipes()
+    writers = []
+    for owner in range(60):
+        reader, writer = os.pipe()
+        kept.replace(owner, [reader])
+        os.close(reader)
+        writers.append(writer)
+    reader, writer = os.pipe()
+    os.close(free := os.dup(writer))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 2, limit[1]))
+    try:
+        kept.replace(60, [reader])
+        kept.replace(60, [])
+        os.close(reader)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    assert all(map(is_read, writers))
+    assert not is_read(writer)
+    kept.close()
+    for each in (*writers, writer):
+        os.close(each)
+
+
 RECEIVING = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
