@@ -366,8 +366,8 @@ async def test_the_host_of_the_only_store_is_lost_during_the_notice(tmp_path: Pa
         nodes = [host, *others]
         workers = await cluster.workers(*nodes)
         host.send(signal.SIGUSR1)
-        for node in nodes:
-            await node.event(PreemptionNotice)
+        for node in nodes:  # whose own notice is in the store by then
+            await noticed(node, (await node.workers())[0])
         host.send(signal.SIGKILL)
         for node in others:
             await node.event(RendezvousStoreLost)

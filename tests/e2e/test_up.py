@@ -208,7 +208,7 @@ def test_a_failure_names_its_child_and_its_rule_once(tmp_path: Path) -> None:
     assert ended.err.count("no restarts allowed") == 1
     assert "\n  child     : once\n" in ended.err
     plan = run_program([*CLI, "up", "--dry-run"], cwd=tmp_path).out
-    assert plan.endswith(", ready: Http(url='http://h/')\n")
+    assert plan.endswith("    ready: Http(url='http://h/')\n")
 
 
 def test_a_procfile(tmp_path: Path) -> None:
