@@ -237,7 +237,7 @@ def foreign_privates(name: str) -> set[str]:
             found |= {one for one in private if f"{node.module}.{one}" not in module_names()}
         elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
             # A subclass may use what its base class keeps for it; os._exit() is public.
-            found |= set() if is_of(node, "self", "cls", "os") else {node.attr}
+            found |= set() if is_of(node, "self", "cls", "os", "posix") else {node.attr}
     return found & (private_names() - STANDARD_PRIVATES)
 
 
