@@ -509,7 +509,8 @@ def test_a_member_of_another_job_of_the_program_is_read_once(
 ) -> None:
     """Its own job finds it all the same."""
     marker = f"{MARKER}_2"
-    worker = family.start("sh", "-c", "sleep 99 & wait", env={marker: "1"})
+    worker = family.start("sh", "-c", "sleep 99 & echo $!; wait", env={marker: "1"})
+    family.pid_from(worker)
     until_sync(lambda: len(family.found(family.session(worker))) == 2)
     program = ListFile(descriptor)
     own, other = SessionList(program, 1), SessionList(program, 2)
