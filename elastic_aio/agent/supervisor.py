@@ -107,7 +107,7 @@ from elastic_aio.child_events import (
     Scaled,
 )
 from elastic_aio.errors import SpecError
-from elastic_aio.events import Event
+from elastic_aio.events import Event, StopRequested
 from elastic_aio.outcome import SIGKILL, Failure, JobOutcome, JobState, preempted
 from elastic_aio.spec.group import (
     AnySpec,
@@ -982,6 +982,11 @@ class SupervisorMachine:
     def _on_stop_received(self, stop: StopReceived) -> None:
         if self._stop is None and self._verdict is None:
             self._stop = stop
+            if not self._group.is_wrapper:
+                own = self.spec.stop if isinstance(self.spec, LaunchSpec) else None
+                plan = str(stop.plan or own or "each child by its own plan")
+                event = StopRequested(reason=stop.reason, plan=plan, signal=stop.signal)
+                self._emit(Publish(event))
             if self.notice is not None:
                 for child in self._children.values():
                     if child.is_up and child.phase is not ChildPhase.STOPPING:

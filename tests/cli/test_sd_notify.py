@@ -91,6 +91,21 @@ def test_a_service_whose_workers_have_a_probe(manager: Manager, tmp_path: Path) 
 
 
 @pytest.mark.e2e
+def test_a_service_of_a_tree(manager: Manager) -> None:
+    """It says that it stops while its workers still run."""
+    env = {"NOTIFY_SOCKET": manager.address}
+    options = ("--nproc-per-node=2", "--restart-scope=worker", "--shutdown-timeout=99")
+    slow = "trap : TERM; while :; do sleep 0.01; done"
+    with running_cli(*options, *BASH, slow, env=env) as job:
+        manager.read_until("READY")
+        job.send(signal.SIGTERM)
+        stopping = manager.read_until("STOPPING")[-1]
+        assert stopping["STATUS"].endswith("SIGTERM was received")
+        job.send(signal.SIGTERM)
+        assert job.wait() == 128 + signal.SIGTERM
+
+
+@pytest.mark.e2e
 def test_workers_do_not_speak_for_the_service(manager: Manager) -> None:
     env = {"NOTIFY_SOCKET": manager.address, "WATCHDOG_USEC": "60000000", "WATCHDOG_PID": "1"}
     ended = run_cli(*BASH, 'echo "<$NOTIFY_SOCKET$WATCHDOG_USEC$WATCHDOG_PID>"', env=env)
