@@ -242,10 +242,9 @@ async def test_a_line_of_each_worker(
         assert answer_of(agent) == "is up on 0"
 
 
-async def test_a_line_that_is_read_before_its_worker_counts_as_started(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The start of a process may take long enough for its output."""
+@pytest.fixture
+def slow_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a worker count as started only a while after its process has begun."""
     original = LocalRuntime.spawn
 
     async def spawn(self: LocalRuntime, *args: Any) -> Child:
@@ -254,6 +253,11 @@ async def test_a_line_that_is_read_before_its_worker_counts_as_started(
         return child
 
     monkeypatch.setattr(LocalRuntime, "spawn", spawn)
+
+
+@pytest.mark.usefixtures("slow_start")
+async def test_a_line_that_is_read_before_its_worker_counts_as_started() -> None:
+    """The start of a process may take long enough for its output."""
     command, logs = shell("echo up; exec sleep 99"), LogSpec(redirects=3)
     ready, probe = LogMatch("up"), Exec("true", **FAST)
     async with running(*command, nproc_per_node=2, ready=ready, alive=probe, logs=logs) as (
@@ -265,18 +269,9 @@ async def test_a_line_that_is_read_before_its_worker_counts_as_started(
         await until(lambda: answer_of(agent) == "exit code 0")
 
 
-async def test_a_message_before_its_worker_counts_as_started(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.usefixtures("slow_start")
+async def test_a_message_before_its_worker_counts_as_started() -> None:
     """It is ready once, and asked whether it is alive."""
-    original = LocalRuntime.spawn
-
-    async def spawn(self: LocalRuntime, *args: Any) -> Child:
-        child = await original(self, *args)
-        await asyncio.sleep(0.2)
-        return child
-
-    monkeypatch.setattr(LocalRuntime, "spawn", spawn)
     say = shell("echo READY=1 >&$ELASTIC_AIO_NOTIFY_FD; exec sleep 99")
     async with running(*say, ready=Notify(), alive=Exec("true", **FAST)) as (agent, events):
         await until(lambda: answer_of(agent) == "exit code 0")
