@@ -50,7 +50,7 @@ from elastic_aio.spec.checks import (
     signal_number,
     spelled_signal,
 )
-from elastic_aio.status import JobStatus
+from elastic_aio.status import JobStatus, is_below
 from elastic_aio.text import counted, error_reason, one_line
 from elastic_aio.value import to_json
 
@@ -244,7 +244,15 @@ def with_child(
 
 def events_below(events: Iterable[Event], child: str) -> Iterator[Event]:
     """Yield the events of a child and of what is below it; without a child, all."""
-    return (one for one in events if not child or f"{one.child}/".startswith(f"{child}/"))
+    return (one for one in events if is_below(one.child, child))
+
+
+def find_child(status: JobStatus, child: str) -> JobStatus:
+    """Return the status of the child at a path, or raise UsageError."""
+    if (found := status.find(child)) is None:
+        known = ", ".join(one.child for one in status.descendants) or "none"
+        raise invalid_value("CHILD", f"must be one of: {known}", child)
+    return found
 
 
 def check_child(job: RunningJob | JobRecord, child: str) -> None:
@@ -319,10 +327,8 @@ def main_status(argv: Sequence[str]) -> int:
 
         status, now, head = job, job.until, run_lines(job)
     if child:
-        if (found := status.find(child)) is None:
-            known = ", ".join(one.child for one in status.descendants) or "none"
-            raise invalid_value("CHILD", f"must be one of: {known}", child)
-        status, head = found, head_lines(found, now)
+        status = find_child(status, child)
+        head = head_lines(status, now)
     if arguments.json:
         print(to_json(status).decode())
         return 0

@@ -14,7 +14,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from elastic_aio.aio import cancel_and_wait, create_task
-from elastic_aio.cli.local_jobs import JobError, choose_run, command, job_parser, with_child
+from elastic_aio.cli.local_jobs import (
+    JobError,
+    choose_run,
+    command,
+    find_child,
+    job_parser,
+    with_child,
+)
 from elastic_aio.control.client import (
     CommandClient,
     JobClient,
@@ -30,7 +37,7 @@ from elastic_aio.logs.lines import LogLine, worker_name
 from elastic_aio.logs.log_file import last_lines
 from elastic_aio.logs.reader import LogReader
 from elastic_aio.logs.streams import LoggedStream, LoggedStreams
-from elastic_aio.spec.checks import UsageError, invalid_value, parse_int, parse_number
+from elastic_aio.spec.checks import UsageError, parse_int, parse_number
 from elastic_aio.status import JobStatus, WorkerStatus
 from elastic_aio.text import counted
 
@@ -68,10 +75,7 @@ def main_logs(argv: Sequence[str]) -> int:
         status = run_blocking(CommandClient(job).status(usage=False, makes_files=True))
     else:
         status = job
-    if (chosen := status.find(child)) is None:
-        known = ", ".join(one.child for one in status.descendants) or "none"
-        raise invalid_value("CHILD", f"must be one of: {known}", child)
-    after, log_dir, status = status.seq, status.log_dir, chosen
+    after, log_dir, status = status.seq, status.log_dir, find_child(status, child)
     workers = [worker for leaf in status.leaves for worker in leaf.workers]
     ranks = {worker.rank for worker in workers}
     if rank is not None and rank not in ranks and ranks:
