@@ -8,7 +8,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from elastic_aio.outcome import JobState
-from elastic_aio.status import Event, Level, StatusTracker
+from elastic_aio.status import Event, Level, StatusTracker, is_below
 from elastic_aio.text import counted
 
 
@@ -137,6 +137,15 @@ class ChildRemoved(Event, frozen=True, kw_only=True):
 
     def _text(self) -> str:
         return f"{self.name} is removed"
+
+
+def is_end_of(event: Event, child: str, *, or_start_above: bool = False) -> bool:
+    """Return whether a child, or a group that it is in, has ended for good.
+
+    `or_start_above`: or whether such a group is started again, with what it was made for.
+    """
+    is_start = or_start_above and isinstance(event, ChildLaunched) and event.child != child
+    return (isinstance(event, ChildFinished) or is_start) and is_below(child, event.child)
 
 
 class ReloadFailed(Event, frozen=True, kw_only=True):

@@ -272,10 +272,9 @@ class Agent:
         for rank in chosen or ():
             checked_integer("ranks", rank, at_least=0)
         driver = self._started_driver
-        if isinstance(driver, Driver):
-            self._tracker(child)
-            return driver.output.read_logs(chosen, names, follow=follow, since=since)
         self._tracker(child)
+        if isinstance(driver, Driver):
+            return driver.output.read_logs(chosen, names, follow=follow, since=since)
         from elastic_aio.logs.reader import LogReader
 
         def is_chosen(stream: LoggedStream) -> bool:
@@ -405,13 +404,14 @@ class Agent:
         checked_part("reason", reason, kind=str)
         if child:
             from elastic_aio.agent.supervisor import ChildRestartReceived
+            from elastic_aio.child_events import is_end_of
 
             supervisor, name = self._supervisor_of(child)
             supervisor.request(ChildRestartReceived(name, reason))
         else:
             driver.request_restart(reason)
         async for event in events:
-            if child and _is_end_of(event, child):
+            if child and is_end_of(event, child):
                 return False
             if tracker.has_started_after(last):
                 return True
@@ -439,7 +439,12 @@ class Agent:
         if isinstance(self._started_driver, Driver) and not child and spec is None:
             return await self.restart("a reload was requested")
         from elastic_aio.agent.supervisor import ReloadReceived
-        from elastic_aio.child_events import ChildFinished, ReloadFailed, ReloadFinished
+        from elastic_aio.child_events import (
+            ChildFinished,
+            ReloadFailed,
+            ReloadFinished,
+            is_end_of,
+        )
 
         self._tracker(child)
         log = self._event_log
@@ -462,10 +467,10 @@ class Agent:
                 return False
             if isinstance(event, ReloadFinished) and event.child == child and changed is None:
                 return True
-            if _is_end_of(event, child, or_start_above=True):
+            if is_end_of(event, child, or_start_above=True):
                 return False
             if changed is not None:
-                changed = {path for path in changed if not _is_end_of(event, path)}
+                changed = {path for path in changed if not is_end_of(event, path)}
                 found = [log.tracker.find(path) for path in changed]
                 if all(one and one.has_started_after(last) for one in found):
                     return True
@@ -486,7 +491,7 @@ class Agent:
         Cancellation: the request stays.
         """
         from elastic_aio.agent.supervisor import ScaleReceived
-        from elastic_aio.child_events import Scaled
+        from elastic_aio.child_events import Scaled, is_end_of
 
         checked_integer("number", number, at_least=1)
         events = self._event_log.read(self._event_log.count - 1)
@@ -494,7 +499,7 @@ class Agent:
         supervisor.request(ScaleReceived(name, number))
         async for event in events:
             is_done = isinstance(event, Scaled) and event.child == child
-            if is_done or _is_end_of(event, child, or_start_above=True):
+            if is_done or is_end_of(event, child, or_start_above=True):
                 return
 
     def status(self, *, usage: bool = True) -> JobStatus:
@@ -645,17 +650,6 @@ def make_agent(
 def driver_of(agent: Agent) -> BaseDriver:
     """Return the driver of an agent that this process has started, or raise RuntimeError."""
     return agent._started_driver
-
-
-def _is_end_of(event: Event, child: str, *, or_start_above: bool = False) -> bool:
-    """Return whether a child, or a group that it is in, has ended for good.
-
-    `or_start_above`: or whether such a group is started again, with what it was made for.
-    """
-    kind = type(event).__name__  # most jobs load no events of children
-    is_end = kind == "ChildFinished"
-    is_start = or_start_above and kind == "ChildLaunched" and event.child != child
-    return (is_end or is_start) and is_below(child, event.child)
 
 
 def _is_supervised(spec: AnySpec) -> bool:

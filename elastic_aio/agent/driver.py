@@ -247,9 +247,9 @@ class BaseDriver(ABC):
 
     @abstractmethod
     def request_preemption(self, reason: str, seconds: float | None = None) -> bool:
-        """Give notice of a preemption in so many seconds, by default the spec's, but only once.
+        """Give notice of a preemption in so many seconds, by default the spec's.
 
-        Return whether this was the first notice.
+        Return whether it counts (see `AgentMachine.accepts`).
         """
 
     @abstractmethod
@@ -535,10 +535,6 @@ class Driver(BaseDriver):
         self._runtime.entrypoint.check_further()
 
     def request_preemption(self, reason: str, seconds: float | None = None) -> bool:
-        """Give notice of a preemption in so many seconds, by default the spec's.
-
-        Return whether it counts (see `AgentMachine.accepts`).
-        """
         left = self._runtime.spec.preemption.deadline if seconds is None else seconds
         now = self._runtime.clock.now()
         notice = PreemptionReceived(reason, wall_clock() + left, left, now + left)

@@ -31,6 +31,7 @@ from elastic_aio.aio import (
 from elastic_aio.errors import HostError, SpawnError
 from elastic_aio.logs.reader import LogReader
 from elastic_aio.logs.streams import LoggedStreams
+from elastic_aio.process import proc
 from elastic_aio.process.children import Child
 from elastic_aio.process.command_output import CommandOutput
 from elastic_aio.sockets import Address, look_up
@@ -48,7 +49,7 @@ from elastic_aio.spec.probe import (
 from elastic_aio.text import error_reason, one_line
 from elastic_aio.watch.probe_table import ProbeTable, Verdict
 
-_LACK: Final = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL}
+_LACK: Final = {*proc.LACK, errno.ENOBUFS, errno.EADDRNOTAVAIL}
 _LATE_S: Final = 0.1
 """Seconds by which a timeout may be noticed late; then the loop was blocked, or the worker was."""
 _HEAD_MAX: Final = 16 << 10

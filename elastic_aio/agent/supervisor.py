@@ -536,6 +536,11 @@ class SupervisorMachine:
         return {child.name: child for child in self._members}
 
     @property
+    def is_wrapper(self) -> bool:
+        """Whether its only child, without a name, is a job that is started again as a whole."""
+        return "" in self._children
+
+    @property
     def is_ending(self) -> bool:
         """Whether no child is started any more."""
         return self._is_ending
@@ -982,7 +987,7 @@ class SupervisorMachine:
     def _on_stop_received(self, stop: StopReceived) -> None:
         if self._stop is None and self._verdict is None:
             self._stop = stop
-            if not self._group.is_wrapper:
+            if not self.is_wrapper:
                 own = self.spec.stop if isinstance(self.spec, LaunchSpec) else None
                 plan = str(stop.plan or own or "each child by its own plan")
                 event = StopRequested(reason=stop.reason, plan=plan, signal=stop.signal)

@@ -480,11 +480,11 @@ class SupervisorDriver(BaseDriver):
             SpecError: there is no such child, or its supervisor does not run.
         """
         if not path:
-            only = self._only() if "" in self._machine.children else None
+            only = self._only() if self._machine.is_wrapper else None
             return (only if isinstance(only, SupervisorDriver) else self), ""
         above, _, name = path.rpartition("/")
         found = self.at(above)
-        if isinstance(found, SupervisorDriver) and "" in found._machine.children:
+        if isinstance(found, SupervisorDriver) and found._machine.is_wrapper:
             found = found._only()
         if not isinstance(found, SupervisorDriver):
             raise SpecError("child", path, f"{above or 'the job'} does not run, or has no children")
@@ -547,7 +547,7 @@ class SupervisorDriver(BaseDriver):
             except SpecError as error:
                 raise _of_child(error, path) from None
         log_dir = self._parts.open() if is_outermost else None
-        if not (is_outermost and [*self._machine.children] == [""]):
+        if not (is_outermost and self._machine.is_wrapper):
             self._event_log.append(
                 JobStarted(
                     entrypoint=self._spec.name,
@@ -627,7 +627,7 @@ class SupervisorDriver(BaseDriver):
                 start.confirm()
 
     def _report_ready(self, *, is_ready: bool) -> None:
-        if not (self._parent is None and "" in self._machine.children):
+        if not (self._parent is None and self._machine.is_wrapper):
             self._event_log.append(ReadinessChanged(is_ready=is_ready))
         if self._on_ready is not None:
             self._on_ready(is_ready)

@@ -13,11 +13,12 @@ from msgspec import Struct
 
 from elastic_aio.aio import run_in_thread
 from elastic_aio.errors import HostError, SpecError
+from elastic_aio.process import proc
 from elastic_aio.sockets import BACKLOG, Address, look_up, port_owner
 from elastic_aio.spec.sockets import SocketSpec
 from elastic_aio.text import error_reason
 
-_LACK = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
+_LACK = {*proc.LACK, errno.ENOBUFS}
 
 
 class Listeners:

@@ -219,11 +219,6 @@ class GroupSpec(SpecValue, prefix=""):
         found: int = self.__dict__["_depth"]
         return found
 
-    @property
-    def is_wrapper(self) -> bool:
-        """Whether it has one child, without a name: a job that is started again as a whole."""
-        return [*self.children] == [""]
-
     def is_essential(self, name: str) -> bool:
         """Return whether the failure of a child fails the group."""
         return name in self.__dict__["_essential"]
