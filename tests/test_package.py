@@ -1,0 +1,142 @@
+"""What the package says about itself, and that it runs with warnings as errors."""
+
+from __future__ import annotations
+
+import pkgutil
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import elastic_aio
+from tests.support.cli import CLI, REPOSITORY, run_program
+
+PACKAGE = Path(elastic_aio.__file__).parent
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+CHANGELOG_MAX = 6_144
+"""Bytes of the entries of a release."""
+
+PROGRAMS = {"elastic_aio.process.guard", "elastic_aio.worker.bootstrap_main"}
+"""Executed by a guardian and by a worker, with arguments; the jobs below do so."""
+
+EXTRAS = {
+    "functions": "cloudpickle",
+    "hangs": "py-spy",
+    "http": "starlette",
+    "mig": "nvidia-ml-py",
+    "redis": "redis",
+    "tui": "rich",
+}
+
+
+def test_the_version_stands_in_one_place() -> None:
+    """The build reads it there; no other file of the package or the project repeats it."""
+    assert PROJECT["project"]["dynamic"] == ["version"]
+    assert PROJECT["tool"]["hatch"]["version"] == {"path": "elastic_aio/_version.py"}
+    found = {
+        path.relative_to(REPOSITORY).as_posix()
+        for path in [*PACKAGE.rglob("*.py"), REPOSITORY / "pyproject.toml"]
+        if re.search(rf"\b{re.escape(elastic_aio.__version__)}\b", path.read_text())
+    }
+    assert found == {"elastic_aio/_version.py"}
+    assert re.fullmatch(r"\d+\.\d+\.\d+(?:(?:a|b|rc)\d+)?", elastic_aio.__version__)
+
+
+def test_the_types_are_shipped() -> None:
+    """PEP 561: type checkers read a package with this file only; the wheel has whole packages."""
+    assert (PACKAGE / "py.typed").is_file()
+    assert PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] == ["elastic_aio"]
+    assert "Typing :: Typed" in PROJECT["project"]["classifiers"]
+
+
+def test_the_metadata_is_complete() -> None:
+    project = PROJECT["project"]
+    assert project["authors"] == [{"name": "elastic_aio contributors"}]
+    assert project["keywords"]
+    assert project["urls"]
+    assert all(url.startswith("https://") for url in project["urls"].values())
+    assert project["license"] == "Apache-2.0"
+
+
+def test_each_extra_is_described_where_it_is_installed() -> None:
+    """In the order of the page; messages of the package name no other extra."""
+    extras = PROJECT["project"]["optional-dependencies"].keys() - {"test", "lint"}
+    page = (REPOSITORY / "docs/guides/first-job.md").read_text()
+    assert set(re.findall(r"^\| `([a-z]+)` \| ", page, re.MULTILINE)) == extras
+    assert extras == EXTRAS.keys() | {"examples"}
+    for extra, package in EXTRAS.items():
+        packages = PROJECT["project"]["optional-dependencies"][extra]
+        assert any(name.startswith(package) for name in packages), extra
+    files = [*PACKAGE.rglob("*.py"), *REPOSITORY.glob("docs/**/*.md")]
+    named = {
+        extra
+        for path in files
+        for names in re.findall(r"(?:elastic_aio|'\.)\[([a-z,]+)\]", path.read_text())
+        for extra in names.split(",")
+    }
+    assert named <= extras | {"test", "lint"}
+
+
+def test_the_entries_of_each_release_are_short() -> None:
+    releases = re.split(r"^## ", (REPOSITORY / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]
+    assert releases
+    for release in releases:
+        assert len(release.encode()) <= CHANGELOG_MAX, release.partition("\n")[0]
+
+
+@pytest.mark.slow
+def test_all_modules_are_imported_without_a_warning() -> None:
+    """In an interpreter of its own, in which a warning is an error."""
+    names = {
+        module.name
+        for module in pkgutil.walk_packages(elastic_aio.__path__, "elastic_aio.")
+        if module.name not in PROGRAMS and not module.name.endswith("__main__")
+    }
+    assert len(names) > 150
+    program = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
+    ended = run_program([sys.executable, "-W", "error", "-c", program, *sorted(names)])
+    assert (ended.code, ended.out, ended.err) == (0, "", "")
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("options", [(), ("--restart-scope=worker",), ("--run-path",)])
+def test_a_job_runs_with_warnings_as_errors(options: tuple[str, ...], tmp_path: Path) -> None:
+    """Launcher, guardian and workers; a restart, a tee, and the end of a worker by a signal."""
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import os, signal\n"
+        "from elastic_aio.worker import record\n"
+        "if os.environ['RANK'] == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "record(lambda: print('rank', os.environ['RANK']))()\n"
+    )
+    words = ["run", "--nproc-per-node=2", "--max-restarts=1", "--tee=3", "--torchrun-defaults"]
+    ended = run_program(
+        [sys.executable, "-W", "error", *CLI[1:], *words, *options, str(script)],
+        env={"PYTHONWARNINGS": "error"},
+    )
+    assert ended.code == 0, ended.err
+    assert {"[default0]:rank 0", "[default1]:rank 1"} <= {*ended.out.splitlines()}
+    assert "Warning" not in ended.err
+    assert "1 restart" in ended.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_functions_run_with_warnings_as_errors(method: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from elastic_aio import LaunchSpec, run\n"
+        "def double(n): return 2 * n\n"
+        "if __name__ == '__main__':\n"
+        f"    spec = LaunchSpec(double, args=[21], nproc_per_node=2, start_method={method!r})\n"
+        "    print(run(spec).return_values)\n"
+    )
+    ended = run_program(
+        [sys.executable, "-W", "error", str(program)],
+        env={"PYTHONWARNINGS": "error"},
+    )
+    assert (ended.code, ended.out) == (0, "{0: 42, 1: 42}\n"), ended.err
+    assert ended.err == ""
