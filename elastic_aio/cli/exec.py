@@ -20,6 +20,7 @@ from elastic_aio.spec.checks import UsageError
 from elastic_aio.text import error_reason
 
 _VARIABLE = "PYTHONPATH"
+_PID_VARIABLE = "ELASTIC_AIO_EXEC"
 _SITE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "compat", "torch", "site")
 """The directory of the `sitecustomize` that installs the replacement."""
 
@@ -39,8 +40,10 @@ def main_exec(argv: Sequence[str]) -> int:
         return print_error("exec", str(error), 2)
     paths = [path for path in os.environ.get(_VARIABLE, "").split(os.pathsep) if path]
     os.environ[_VARIABLE] = os.pathsep.join([_SITE, *(path for path in paths if path != _SITE)])
-    replaced = "torch.distributed.run, .launcher and .elastic are replaced"
-    print_error("exec", f"jobs of {program[0]} run in elastic_aio: {replaced}", 0)
+    # The program has this pid: by its end it says if it has launched nothing.
+    os.environ[_PID_VARIABLE] = str(os.getpid())
+    names = "torch.distributed.run, .launcher or .elastic"
+    print_error("exec", f"what {program[0]} launches by {names} runs in elastic_aio", 0)
     try:
         os.execvp(program[0], program)
     except OSError as error:

@@ -168,20 +168,54 @@ def run_exec(directory: Path, *words: object, before: str = "") -> Ended:
     return run_program([*CLI, "exec", *map(str, words)], env=env)
 
 
+NOTHING = (
+    "aio-elastic exec: {} has launched nothing by torch's launcher in its own process: nothing was"
+    " replaced there"
+)
 SHOW = "from torch.distributed.run import main; print(main.__module__)"
 
 
 def test_a_program_finds_our_names(torch: Path) -> None:
     ended = run_exec(torch, "--", sys.executable, "-c", SHOW)
     assert ended.out == "elastic_aio.compat.torch.launch\n", ended.err
-    assert ended.err.count("\n") == 1
+    assert ended.err.splitlines() == [
+        f"aio-elastic exec: what {sys.executable} launches by torch.distributed.run, .launcher or"
+        " .elastic runs in elastic_aio",
+        NOTHING.format(f"{sys.executable} -c {SHOW}"),
+    ]
 
 
 def test_what_the_program_starts_finds_them_too(torch: Path) -> None:
     nested = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SHOW!r}])"
     ended = run_exec(torch, sys.executable, "-c", nested)
     assert ended.out == "elastic_aio.compat.torch.launch\n", ended.err
-    assert ended.err.count("\n") == 1
+    assert ended.err.count(NOTHING.partition("}")[2]) == 1  # the program's; its child says nothing
+
+
+LAUNCHES = {
+    "command": "from torch.distributed.run import main; main(['--no-python', 'true'])",
+    "help": "from torch.distributed.run import main; main(['--help'])",
+    "processes": """
+from elastic_aio.compat.torch import DefaultLogsSpecs, start_processes
+start_processes("x", "true", {0: ()}, {0: {}}, DefaultLogsSpecs()).wait()
+""",
+}
+
+
+@pytest.mark.parametrize("how", LAUNCHES)
+def test_a_program_that_has_launched_something_is_not_reported(torch: Path, how: str) -> None:
+    """Another line says what runs; so a program that replaces nothing is seen by its end."""
+    ended = run_exec(torch, sys.executable, "-c", LAUNCHES[how])
+    assert ended.code == 0, ended.err
+    assert NOTHING.partition("}")[2] not in ended.err
+
+
+def test_a_fork_and_a_worker_do_not_report_for_the_program(torch: Path) -> None:
+    """The variable by which the program knows itself is inherited by no other process."""
+    program = "import os, sys\nif os.fork(): os.wait()\nprint(os.environ.get('ELASTIC_AIO_EXEC'))"
+    ended = run_exec(torch, sys.executable, "-c", program)
+    assert ended.out == "None\nNone\n"
+    assert ended.err.count(NOTHING.partition("}")[2]) == 1
 
 
 def test_a_hidden_sitecustomize_runs_first(torch: Path, tmp_path: Path) -> None:
@@ -249,8 +283,8 @@ def test_an_installation_makes_no_socket_by_default(torch: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "error"),
     [
-        (["sh", "-c", "exit 3"], 3, "run in elastic_aio"),
-        (["--", "true"], 0, "jobs of true run in elastic_aio: torch.distributed.run, .l"),
+        (["sh", "-c", "exit 3"], 3, "runs in elastic_aio"),
+        (["--", "true"], 0, "what true launches by torch.distributed.run, .launcher or .elastic"),
         ([], 2, "a program is required"),
         ([""], 2, "a program is required"),
         (["/nonexistent"], 127, "cannot run /nonexistent: no such file or directory"),

@@ -195,3 +195,18 @@ def test_accelerates_own_scripts(script: str, last: str) -> None:
     assert ended.code == 0, ended.err
     assert last in ended.out
     assert "[default1]:" in ended.out
+
+
+@needs_accelerate
+def test_accelerate_on_cpus_only_replaces_nothing_and_says_so() -> None:
+    """`--cpu` starts one plain process, whatever `--num_processes` says."""
+    launch = ["-m", "accelerate.commands.launch", "--cpu", "--mixed_precision=no"]
+    nodes = ["--num_machines=1", "--num_processes=2", "--dynamo_backend=no"]
+    program = str(PROGRAMS / "accelerate_sum.py")
+    ended = run_program(
+        [*CLI, "exec", sys.executable, *launch, *nodes, program],
+        env=ENVIRONMENT,
+        seconds=SECONDS,
+    )
+    assert [line.partition(" by ")[0] for line in ranks(ended)] == ["rank 0 of 1: 1"]
+    assert "has launched nothing by torch's launcher in its own process" in ended.err

@@ -28,7 +28,7 @@ from elastic_aio.agent.agent import Agent, make_agent
 from elastic_aio.agent.event_log import EventListener
 from elastic_aio.compat.torch.errors import ProcessFailure
 from elastic_aio.compat.torch.events import event_listener
-from elastic_aio.compat.torch.installation import has_control
+from elastic_aio.compat.torch.installation import has_control, note_use
 from elastic_aio.compat.torch.metrics import metric_listener
 from elastic_aio.compat.torch.multiprocessing import SignalException, numa_mode, start_method_of
 from elastic_aio.compat.torch.multiprocessing.logs import DefaultLogsSpecs, LogsSpecs
@@ -443,6 +443,7 @@ class LocalElasticAgent(ElasticAgent):
         listeners: list[EventListener],
         console: tuple[int, int],
     ) -> LaunchResult:
+        note_use()
         is_ours = isinstance(self._worker_group.spec.rdzv_handler, DynamicRendezvousHandler)
         factory = None if is_ours else self._make_bridge
         if (server := _status_server()) is not None:

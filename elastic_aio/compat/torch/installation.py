@@ -83,6 +83,7 @@ class _Installation:
     def __init__(self) -> None:
         self.is_active = False
         self.has_control = False
+        self.is_used = False
         self._finder = _Finder(self)
         self._originals: dict[tuple[str, str], Any] = {}
         self._references: list[tuple[ModuleType, str, Any, Any]] = []
@@ -191,6 +192,20 @@ def has_control() -> bool:
     return _installation.has_control
 
 
+def note_use() -> None:
+    """Remember that something was launched here in place of torch's launcher."""
+    _installation.is_used = True
+
+
+def report_unused(program: str) -> None:
+    """Say in one line on stderr that nothing was launched here, at the end of a program."""
+    if not _installation.is_used:
+        _write_error(
+            f"aio-elastic exec: {program} has launched nothing by torch's launcher in its own"
+            " process: nothing was replaced there\n"
+        )
+
+
 def install(*, is_quiet: bool = False, control: bool = False) -> None:
     """Put this package's names in the place of torch's in this process.  Idempotent.
 
@@ -207,11 +222,14 @@ def install(*, is_quiet: bool = False, control: bool = False) -> None:
     _installation.has_control = control
     _installation.begin()
     if not is_quiet:
-        line = "elastic_aio: replaces torch's launcher in this process\n"
-        try:
-            os.write(2, line.encode())
-        except OSError:
-            pass  # closed, full or broken
+        _write_error("elastic_aio: replaces torch's launcher in this process\n")
+
+
+def _write_error(line: str) -> None:
+    try:
+        os.write(2, os.fsencode(line))
+    except OSError:
+        pass  # closed, full or broken
 
 
 def uninstall() -> None:

@@ -23,6 +23,7 @@ from msgspec import Struct
 from elastic_aio.agent.preflight import resolve_nproc
 from elastic_aio.compat.torch.agent import LocalElasticAgent, WorkerSpec
 from elastic_aio.compat.torch.errors import ChildFailedError, record
+from elastic_aio.compat.torch.installation import note_use
 from elastic_aio.compat.torch.multiprocessing import SignalException
 from elastic_aio.compat.torch.multiprocessing.logs import DefaultLogsSpecs, LogsSpecs, Std
 from elastic_aio.compat.torch.rendezvous import get_rendezvous_handler
@@ -531,6 +532,7 @@ def run(args: argparse.Namespace) -> None:
 @record
 def main(args: Sequence[str] | None = None) -> None:
     """Run torchrun's command line; None takes the arguments of the process."""
+    note_use()
     run(parse_args(args))
 
 

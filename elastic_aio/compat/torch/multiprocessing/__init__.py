@@ -30,6 +30,7 @@ from typing import Any, cast
 
 from elastic_aio import group as native
 from elastic_aio.compat.torch.errors import ProcessFailure
+from elastic_aio.compat.torch.installation import note_use
 from elastic_aio.compat.torch.multiprocessing.logs import (
     DefaultLogsSpecs,
     LogsDest,
@@ -350,6 +351,7 @@ class PContext:
         """
         if self._processes is not None:
             raise ValueError(self._started_twice)
+        note_use()
         self._processes = []
         self._has_handlers = _handlers.enter()
         try:

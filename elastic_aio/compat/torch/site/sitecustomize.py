@@ -5,10 +5,13 @@ The directory of this file is first on PYTHONPATH.  A `sitecustomize` that it hi
 
 from __future__ import annotations
 
+import atexit
 import importlib.machinery
 import importlib.util
 import os
 import sys
+
+_VARIABLE = "ELASTIC_AIO_EXEC"
 
 
 def _run_hidden() -> None:
@@ -28,6 +31,18 @@ def _install() -> None:
     except ImportError:
         return  # another Python, which does not have this package
     install(is_quiet=True, control=True)
+    # Of the program itself, which has replaced `aio-elastic exec`: not of what it starts.
+    if os.environ.get(_VARIABLE) == str(os.getpid()):
+        del os.environ[_VARIABLE]
+        program = " ".join(sys.orig_argv[:3]).partition("\n")[0]
+        atexit.register(_report, program, os.getpid())
+
+
+def _report(program: str, pid: int) -> None:
+    from elastic_aio.compat.torch.installation import report_unused
+
+    if os.getpid() == pid:  # not in a fork
+        report_unused(program)
 
 
 try:
