@@ -1,0 +1,169 @@
+"""The files of `examples/` for systemd, Slurm and Kubernetes, by their tools and schemas.
+
+`.ci/run` installs the schemas of Kubernetes; systemd's own check runs where it is installed.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_aio import LaunchSpec
+from elastic_aio.cli import main
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+UNITS = sorted(EXAMPLES.glob("systemd/*.service"))
+REAP_TIMEOUT_S = 10
+KUBERNETES = "1.30"
+
+all_units = pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
+
+
+def settings(unit: Path) -> dict[str, list[str]]:
+    """Return the settings of a unit by name; each line that is no comment is one."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for line in unit.read_text().splitlines():
+        if line and not line.startswith(("#", "[")):
+            name, _, value = line.partition("=")
+            found[name].append(value)
+    return found
+
+
+@all_units
+def test_a_unit_ends_its_job_by_the_stop_plan(unit: Path) -> None:
+    """SIGTERM to the launcher only, and time for the whole plan; the journal has the output."""
+    found = settings(unit)
+    plan = LaunchSpec(["true"]).stop.grace
+    assert found["Type"] == ["notify"]
+    assert found["KillMode"] == ["mixed"]
+    assert int(found["TimeoutStopSec"][0]) > plan + REAP_TIMEOUT_S
+    assert found["RestartPreventExitStatus"] == ["2 126 127"]
+    assert found["SuccessExitStatus"] == ["143"]
+    assert found["StandardOutput"] == found["StandardError"] == ["journal"]
+    assert found["Restart"] == ["on-failure"]
+    assert found["StartLimitBurst"]
+
+
+@all_units
+def test_the_command_of_a_unit_is_valid(
+    unit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As systemd would start it, with `--dry-run`."""
+    (tmp_path / "train.py").touch()
+    (tmp_path / "web.toml").write_text('[children.web]\ncommand = "true"\n')
+    (start,) = settings(unit)["ExecStart"]
+    start = start.replace("${LOGS_DIRECTORY}", str(tmp_path / "logs"))
+    env, program, command, *words = shlex.split(
+        start.replace("/etc/jobs/%i", str(tmp_path / "web"))
+    )
+    assert (env, program) == ("/usr/bin/env", "aio-elastic")
+    monkeypatch.chdir(tmp_path)
+    assert main([command, "--dry-run", *words]) == 0, capfd.readouterr().err
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")
+@pytest.mark.slow
+@all_units
+def test_systemd_accepts_a_unit(unit: Path, tmp_path: Path) -> None:
+    """A template by an instance; an unknown setting is a warning, which has to be absent too."""
+    name = unit.name.replace("@.", "@web.")
+    path = tmp_path / name
+    path.write_text(unit.read_text())
+    ended = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    of_others = re.compile(
+        r"^(?!.*" + re.escape(unit.name.partition(".")[0].rstrip("@")) + r").*\n", re.M
+    )
+    assert of_others.sub("", ended.stderr) == ""
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_the_batch_script_is_valid() -> None:
+    script = EXAMPLES / "slurm.sbatch"
+    ended = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    head = script.read_text().partition("\nsrun")[0]
+    directives = re.findall(r"^#SBATCH --[a-z-]+(?:=\S+)?$", head, re.MULTILINE)
+    assert len(directives) == script.read_text().count("\n#SBATCH"), "a directive after a command"
+
+
+JOB_SET = {"replicatedJobs", "failurePolicy", "successPolicy", "network", "suspend"}
+FAILURE_POLICY = {"maxRestarts", "restartStrategy", "rules"}
+RULE = {"name", "action", "onJobFailureReasons", "targetReplicatedJobs"}
+ACTIONS = {"FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"}
+REASONS = {"BackoffLimitExceeded", "DeadlineExceeded", "FailedIndexes", "PodFailurePolicy"}
+"""Of jobset.x-k8s.io/v1alpha2, and the reasons of a failed Job of batch/v1."""
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    yaml = pytest.importorskip("yaml")
+    return [*yaml.safe_load_all((EXAMPLES / name).read_text())]
+
+
+def check_schema(document: dict[str, Any]) -> None:
+    """Check a resource against the schema of Kubernetes; unknown fields are errors."""
+    schemas = pytest.importorskip("kubernetes_validate")
+    schemas.validate(document, KUBERNETES, strict=True)
+
+
+def launch_words(job: dict[str, Any]) -> list[str]:
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    words: list[str] = container["command"]
+    return words
+
+
+def check_job(job: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a Job of two pods, and its command as the first pod has it."""
+    check_schema(job)
+    spec = job["spec"]
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    variables = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert variables["JOB_COMPLETIONS"] == str(spec["completions"]) == str(spec["parallelism"])
+    program, *words = launch_words(job)
+    words = [word for word in words if not word.startswith("--nproc-per-node")]
+    (deadline,) = (word for word in words if word.startswith("--preempt-deadline="))
+    plan = LaunchSpec(["true"]).stop.grace
+    assert pod["terminationGracePeriodSeconds"] >= int(deadline.partition("=")[2]) + plan
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    for name, value in {**variables, "JOB_COMPLETION_INDEX": "0", "MASTER_ADDR": "train-0"}.items():
+        monkeypatch.setenv(name, value)
+    assert program == "aio-elastic"
+    assert main([words[0], "--dry-run", *words[1:]]) == 0
+
+
+def test_the_indexed_job_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service, job = documents("indexed-job.yaml")
+    check_schema(service)
+    check_job(job, tmp_path, monkeypatch)
+    assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+    selector = service["spec"]["selector"]
+    assert selector == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
+
+
+def test_the_job_set_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (job_set,) = documents("jobset.yaml")
+    assert job_set["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
+    spec, policy = job_set["spec"], job_set["spec"]["failurePolicy"]
+    assert spec.keys() <= JOB_SET
+    assert policy.keys() <= FAILURE_POLICY
+    for rule in policy["rules"]:
+        assert rule.keys() <= RULE
+        assert rule["action"] in ACTIONS
+        assert {*rule["onJobFailureReasons"]} <= REASONS
+    (replicated,) = spec["replicatedJobs"]
+    assert replicated.keys() <= {"name", "replicas", "template", "groupName", "dependsOn"}
+    head = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "node"}}
+    check_job({**head, **replicated["template"]}, tmp_path, monkeypatch)
