@@ -57,7 +57,7 @@ def test_a_topic_that_is_near(capfd: pytest.CaptureFixture[str]) -> None:
         ("Exclude", "many-nodes"),
         ("core file", "failures"),
         ("logrotate", "logs"),
-        ("systemd", "events"),
+        ("systemd", "services"),
         ("kubernetes", "exit-codes"),
         ("--no-record", "finished-runs"),
     ],
