@@ -86,6 +86,14 @@ def test_the_entries_of_each_release_are_short() -> None:
         assert len(release.encode()) <= CHANGELOG_MAX, release.partition("\n")[0]
 
 
+def test_the_security_policy_leads_to_pages_that_exist() -> None:
+    """The sdist and the front page of a repository have it; the README names it."""
+    links = re.findall(r"\]\(([^)]+)\)", (REPOSITORY / "SECURITY.md").read_text())
+    assert links
+    assert all((REPOSITORY / link).is_file() for link in links)
+    assert "(SECURITY.md)" in (REPOSITORY / "README.md").read_text()
+
+
 @pytest.mark.slow
 def test_all_modules_are_imported_without_a_warning() -> None:
     """In an interpreter of its own, in which a warning is an error."""
