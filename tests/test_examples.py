@@ -164,6 +164,8 @@ def test_the_job_set_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert rule["action"] in ACTIONS
         assert {*rule["onJobFailureReasons"]} <= REASONS
     (replicated,) = spec["replicatedJobs"]
+    rules = replicated["template"]["spec"]["podFailurePolicy"]
+    assert rules == documents("indexed-job.yaml")[1]["spec"]["podFailurePolicy"]
     assert replicated.keys() <= {"name", "replicas", "template", "groupName", "dependsOn"}
     head = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "node"}}
     check_job({**head, **replicated["template"]}, tmp_path, monkeypatch)
