@@ -68,6 +68,24 @@ def test_the_command_of_a_unit_is_valid(
     assert main([command, "--dry-run", *words]) == 0, capfd.readouterr().err
 
 
+FILES_OF_JOBS = [
+    (page.name, block)
+    for page in sorted(EXAMPLES.parent.glob("docs/guides/*.md"))
+    for block in re.findall(r"^```toml\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    if "[children." in block
+]
+
+
+@pytest.mark.parametrize(("page", "text"), FILES_OF_JOBS, ids=[page for page, _ in FILES_OF_JOBS])
+def test_the_files_of_jobs_in_the_guides_are_valid(
+    page: str, text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As `aio-elastic up --dry-run` reads them."""
+    (tmp_path / "train.py").touch()
+    (tmp_path / "jobs.toml").write_text(text)
+    assert main(["up", "--dry-run", str(tmp_path / "jobs.toml")]) == 0, capfd.readouterr().err
+
+
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")
 @pytest.mark.slow
 @all_units
