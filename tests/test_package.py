@@ -22,12 +22,12 @@ PROGRAMS = {"elastic_aio.process.guard", "elastic_aio.worker.bootstrap_main"}
 """Executed by a guardian and by a worker, with arguments; the jobs below do so."""
 
 EXTRAS = {
+    "colors": "rich",
     "functions": "cloudpickle",
     "hangs": "py-spy",
     "http": "starlette",
     "mig": "nvidia-ml-py",
     "redis": "redis",
-    "tui": "rich",
 }
 
 

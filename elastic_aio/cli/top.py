@@ -1,7 +1,7 @@
 """`aio-elastic top`: a live view of jobs and their workers.
 
 The agent is asked only when its events report a change; the usage of the workers is read from /proc
-here.  So a watched job stays as idle as any other.  With `rich` (the extra `tui`) the view has
+here.  So a watched job stays as idle as any other.  With `rich` (the extra `colors`) the view has
 colors and borders, otherwise it is a plain table.
 """
 
@@ -56,7 +56,7 @@ def main_top(argv: Sequence[str]) -> int:
     parser = job_parser(
         "top",
         "Show jobs and workers, and go on until Ctrl-C or the end of the job.",
-        epilog=f"Colors need the package rich (pip install 'elastic_aio[tui]'). {EXIT_CODES}",
+        epilog=f"Colors need the package rich (pip install 'elastic_aio[colors]'). {EXIT_CODES}",
     )
     parser.add_argument(
         "--interval",
