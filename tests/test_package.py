@@ -60,6 +60,23 @@ def test_the_metadata_is_complete() -> None:
     assert project["license"] == "Apache-2.0"
 
 
+def test_each_python_that_is_named_is_tested() -> None:
+    """By `.ci/run`, which also tries the next one; the page on upgrades names them all."""
+    named = {
+        name.rpartition(" ")[2]
+        for name in PROJECT["project"]["classifiers"]
+        if re.search(r":: 3\.\d+$", name)
+    }
+    loop = re.search(r"^for version in (.+); do$", (REPOSITORY / ".ci/run").read_text(), re.M)
+    assert loop is not None
+    tested = loop[1].split()
+    assert named == {*tested[:-1]}
+    page = (REPOSITORY / "docs/guides/upgrades.md").read_text()
+    assert f"Python {', '.join(tested[:-1])} | tested" in page
+    assert f"| Python {tested[-1]} | tested where" in page
+    assert PROJECT["project"]["requires-python"] == f">={tested[0]}"
+
+
 def test_each_extra_is_described_where_it_is_installed() -> None:
     """In the order of the page; messages of the package name no other extra."""
     extras = PROJECT["project"]["optional-dependencies"].keys() - {"test", "lint"}
