@@ -224,7 +224,8 @@ def _signature_of(owner: type[SpecValue]) -> inspect.Signature:
                 hint = typing.get_args(hint)[1]
             kind = _POSITIONAL if each.is_positional else inspect.Parameter.KEYWORD_ONLY
             parameters.append(inspect.Parameter(name, kind, default=each.default, annotation=hint))
-    return inspect.Signature(parameters)
+    # A field that a base class has, by keyword only, may precede a positional one.
+    return inspect.Signature(sorted(parameters, key=lambda each: each.kind))
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -43,6 +44,14 @@ WEB = "http://127.0.0.1:800${local_rank}/health?full"
 )
 def test_a_probe_is_a_value_a_text_or_a_table(given: Any, probe: Probe) -> None:
     assert LaunchSpec(["x"], ready=given).ready == probe
+
+
+def test_a_mistyped_field_is_named() -> None:
+    """The base has fields by keyword only, which precede the address in the class."""
+    assert next(iter(inspect.signature(Http).parameters)) == "url"
+    make: Any = Http
+    with pytest.raises(TypeError, match=r"Http\(\) got an unexpected keyword argument 'perod'"):
+        make("http://h", perod=1)
 
 
 def test_a_probe_knows_each_worker() -> None:
