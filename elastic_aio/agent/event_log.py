@@ -16,6 +16,7 @@ from elastic_aio.events import Event, EventsMissed
 from elastic_aio.status import StatusTracker
 
 EventListener = Callable[[Event], None]
+"""A function that is called with each event on the event loop, and must not block."""
 
 _logger = logging.getLogger("elastic_aio")
 

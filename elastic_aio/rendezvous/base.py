@@ -164,6 +164,7 @@ class EndJob(Struct, frozen=True, tag=True, gc=False):
 
 
 Instruction = StartRound | StopRound | RestartPending | ChangePending | PeersFinished | EndJob
+"""What a rendezvous gives to the agent of a node."""
 
 # ------------------------------------------------------------------ reports
 
@@ -264,6 +265,7 @@ Report = (
     | ChangeAgreed
     | PreemptionNoticed
 )
+"""What the agent of a node reports to the rendezvous."""
 
 
 class AgentPort(Protocol):

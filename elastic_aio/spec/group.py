@@ -31,6 +31,7 @@ from elastic_aio.spec.stop import PreemptionSpec
 from elastic_aio.text import did_you_mean
 
 Strategy = Literal["one_for_one", "rest_for_one", "one_for_all"]
+"""What restarts with a child: nothing; the children after it; all children."""
 
 _FURTHER_RESTARTS: Final = 5  # in the window of a group, beside one of each child
 _WINDOW_S: Final = 10.0
@@ -249,6 +250,7 @@ class GroupSpec(SpecValue, prefix=""):
 
 
 AnySpec: TypeAlias = LaunchSpec | GroupSpec
+"""What `launch`, `run` and `Agent` accept."""
 
 if TYPE_CHECKING:
 

@@ -52,7 +52,9 @@ LATE_TYPES: Final = {
 """Modules of the types that few jobs need, for the signature of `LaunchSpec`."""
 
 StartMethod = Literal["spawn", "fork", "forkserver"]
+"""How Python workers are started: by an exec, or by a fork of the launcher or of a server."""
 NumaMode = Literal["node", "socket", "exclusive", "core-complex", "cpu"]
+"""Which CPUs each worker is bound to."""
 
 # More than any host runs; results and logs of so many workers still fit into memory.
 NPROC_MAX: Final = 65_536

@@ -145,6 +145,7 @@ class RestartAction(Enum):
 
 
 Decide: TypeAlias = Callable[[Failure], RestartAction | Awaitable[RestartAction]]
+"""A `RestartPolicy.decide`: a plain function, which runs in a thread, or an async one."""
 
 DECIDE_TIMEOUT = 600.0
 """Seconds after which a job ends whose `restart.decide` does not return."""

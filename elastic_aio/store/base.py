@@ -25,6 +25,7 @@ from elastic_aio.store import replies, wire
 from elastic_aio.store.replies import RawChange, WatchSnapshot
 
 Value = bytes | str
+"""A value as it is given; it is kept as bytes, a text in UTF-8."""
 
 LIMITS: Final = wire.WireLimits()
 

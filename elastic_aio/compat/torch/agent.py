@@ -78,10 +78,14 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 DEFAULT_ROLE = "default"
+"""The role of a `WorkerSpec` that has none."""
 
 TORCHELASTIC_ENABLE_FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"
+"""Name of the variable by which workers may acquire timers."""
 TORCHELASTIC_HEALTH_CHECK_PORT = "TORCHELASTIC_HEALTH_CHECK_PORT"
+"""Name of the variable with the port at which the state of the job is served."""
 TORCHELASTIC_TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
+"""Name of the variable with the path of the pipe of the timers."""
 
 _NODES_MAX = 65_536
 """For a handler that does not say how many nodes it may have."""

@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 EventMetadataValue = str | int | float | bool | None
+"""A value of the metadata of an event."""
 
 _TORCHS = "torch.distributed.elastic.events"
 

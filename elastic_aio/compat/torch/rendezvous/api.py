@@ -223,6 +223,7 @@ class RendezvousParameters:
 
 
 RendezvousHandlerCreator = Callable[[RendezvousParameters], RendezvousHandler]
+"""A function that makes the handler of a backend."""
 
 
 class RendezvousHandlerRegistry:
