@@ -1,0 +1,45 @@
+"""Build the site: `python -m docs.site [DIRECTORY]`, by default into `site/`.
+
+The pages of docs/ are copied with generated ones (`stage.py`) to a temporary directory, of which
+Sphinx makes HTML.  Every warning, and every name that cannot be resolved, is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from docs.site.names import ROOT
+from docs.site.stage import external_links, stage
+
+
+def main() -> int:
+    """Build the site; return the exit code of Sphinx."""
+    parser = argparse.ArgumentParser(prog="python -m docs.site", description="Build the site.")
+    parser.add_argument("directory", nargs="?", default="site", help="output (default: site)")
+    parser.add_argument(
+        "--external-links",
+        action="store_true",
+        help="list the links to other sites, and build none",
+    )
+    chosen = parser.parse_args()
+    if chosen.external_links:
+        print("\n".join(external_links()))
+        return 0
+    try:
+        from sphinx.cmd.build import build_main
+    except ImportError as error:
+        sys.exit(f"{error}: the extra `docs` is missing (pip install '.[docs]')")
+    with tempfile.TemporaryDirectory(prefix="elastic_aio-docs.") as directory:
+        source = Path(directory) / "source"
+        stage(source)
+        words = ["-q", "-n", "-W", "--keep-going", "-E", "-b", "dirhtml"]
+        conf = ["-c", str(ROOT / "docs/site"), "-d", f"{directory}/doctrees"]
+        code: int = build_main([*words, *conf, str(source), chosen.directory])
+        return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
