@@ -61,5 +61,46 @@ def blocks() -> tuple[Block, ...]:
     return tuple(found)
 
 
-NOT_RUN: dict[tuple[str, str], str] = {}
+_OUTPUTS = "tests/docs/test_outputs.py"
+
+NOT_RUN: dict[tuple[str, str], str] = {
+    ("README.md", ".venv/bin/aio-elastic run"): "`.ci/run` runs it in a fresh clone",
+    ("README.md", "'.[test]'"): "`.ci/run` runs it in a fresh clone",
+    ("CONTRIBUTING.md", "'.[test,lint]'"): "the steps of `.ci/run`",
+    ("architecture.md", "multiprocessing\n"): "a drawing of LAYERS in tests/test_layers.py",
+    ("benchmarks.md", "--quick"): "a benchmark: minutes on an idle host",
+    ("benchmarks.md", "benchmarks.compare"): "compares two checkouts: minutes on an idle host",
+    ("control.md", "$ aio-elastic why"): f"{_OUTPUTS}::test_why",
+    ("finished-runs.md", "$ aio-elastic ps -a"): f"{_OUTPUTS}::test_the_runs_that_have_ended",
+    ("failures.md", "ValueError: bad batch"): f"{_OUTPUTS}::test_a_sentence_is_that_of_its_event",
+    ("failures.md", "was recorded 12 s"): (
+        "an hour of a race in short: tests/agent/test_failures.py::test_an_error_before_a_hang"
+    ),
+    ("failures.md", "(on node-b) exited with 0"): (
+        "tests/agent/test_failures.py::test_a_failure_notes_who_had_succeeded_before"
+    ),
+    ("failures.md", "coredumpctl"): (
+        "the host decides where it is: tests/agent/test_core_file.py::test_a_program_takes_the_core"
+    ),
+    ("first-job.md", ".venv/bin/pip install ."): "`.ci/run` does so in a fresh clone",
+    ("hangs.md", "no progress for 120 s"): f"{_OUTPUTS}::test_a_sentence_is_that_of_its_event",
+    ("hangs.md", "1 of 8 workers"): f"{_OUTPUTS}::test_a_sentence_is_that_of_its_event",
+    ("hangs.md", "8 of 16 workers"): f"{_OUTPUTS}::test_a_sentence_is_that_of_its_event",
+    ("servers.md", "not ready 60 s"): f"{_OUTPUTS}::test_a_sentence_is_that_of_its_event",
+    ("stopping.md", "6 processes of run old"): f"{_OUTPUTS}::test_a_sentence_is_that_of_its_event",
+    ("stopping.md", "gc --host --dry-run"): (
+        "needs jobs that were lost: tests/process/test_lost_jobs.py"
+    ),
+    ("logs.md", "<log_dir>/<run_id>"): f"{_OUTPUTS}::test_the_layout_of_the_logs",
+    ("simulation.md", "for seed in range(1000)"): f"{_OUTPUTS}::test_the_ends_of_random_scenarios",
+    ("simulation.md", "654 all workers"): f"{_OUTPUTS}::test_the_ends_of_random_scenarios",
+    ("store.md", "etcd0,etcd1,etcd2 --rdzv-id my-run\n"): (
+        "needs etcd: tests/e2e/test_nodes_engines.py"
+    ),
+    ("store.md", "gc --rdzv-backend etcd"): "needs etcd: tests/rendezvous/test_job_list.py",
+    ("command-line.md", "aio-elastic --version"): (
+        "tests/test_docs.py::test_the_command_line_is_documented_completely"
+    ),
+    ("modules.md", "SpecError (ValueError)"): f"{_OUTPUTS}::test_the_tree_of_errors",
+}
 """Why a block is not run, by the end of its page's path and a text in the block."""

@@ -103,7 +103,7 @@ def _all_names() -> Iterator[PublicName]:
         for name in sorted(names, key=str.lower):
             value = getattr(module, name)
             home = home_of(package, name, value)
-            # Equal constants, and aliases of types, are told apart by their names.
+            # Equal constants, and aliases of types, differ by their names.
             key = value if isinstance(value, type) or inspect.isroutine(value) else (home, name)
             full = shown.setdefault(key, f"{package}.{name}")
             yield PublicName(package, name, full, home, value)

@@ -1,0 +1,237 @@
+"""What the pages say is printed: by an event, by a command after a job, by a test of hours."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import elastic_aio
+from docs.site.blocks import Block, blocks
+from elastic_aio import (
+    AttemptFailed,
+    ElasticAioError,
+    Event,
+    ExitStatus,
+    Failure,
+    LostJobFound,
+    WorkersUnfinished,
+)
+from elastic_aio.event_json import event_from_json
+from elastic_aio.worker.errorfile import parse_error_file
+from tests.support.cli import CLI, run_program
+
+DURATION = r"(?:(?:\d+ h )?\d+ m(?: \d+ s)?|[\d.]+ s)"
+
+
+def block_of(page: str, part: str) -> Block:
+    """Return the block of a page with a text."""
+    (found,) = [one for one in blocks() if one.page.endswith(page) and part in one.text]
+    return found
+
+
+def pattern_of(text: str, **names: str) -> re.Pattern[str]:
+    """Return what fits the output that a page shows, where another run has printed it.
+
+    Times, numbers and columns may differ, `...` is any text, and `names` are patterns of what
+    differs too: hosts, ids.
+    """
+    words = {**names, "...": ".*"}
+    parts = [re.escape(word) for word in sorted(words, key=len, reverse=True)]
+    special = re.compile(rf"({'|'.join(parts)})|({DURATION})(?!\w)|( {{2,}})|(\d+)")
+    pattern, end = "", 0
+    for match in special.finditer(text):
+        pattern += re.escape(text[end : match.start()])
+        word, duration, spaces, _ = match.groups()
+        known = words[word] if word else DURATION if duration else r" +" if spaces else r"\d+"
+        pattern, end = pattern + known, match.end()
+    return re.compile(pattern + re.escape(text[end:]))
+
+
+def failed(rank: int, reason: str) -> AttemptFailed:
+    """Return the failure of a worker, as the examples of the pages have it."""
+    root: Any = Failure(
+        rank=rank,
+        local_rank=rank,
+        pid=4711,
+        host="h",
+        status=ExitStatus(code=1),
+        time=0.0,
+        order=0,
+        message=reason,
+    )
+    return AttemptFailed(root=root, failures=(root,))
+
+
+SENTENCES: dict[tuple[str, str], Event] = {
+    ("failures.md", "bad batch"): failed(1, "ValueError: bad batch"),
+    ("hangs.md", "no progress for 120 s"): failed(
+        3, "no progress for 120 s (progress timeout), at step 17/1000"
+    ),
+    ("hangs.md", "1 of 8 workers"): WorkersUnfinished(
+        seconds=60.0, finished=1, running=tuple(range(1, 8))
+    ),
+    ("hangs.md", "8 of 16 workers"): WorkersUnfinished(
+        seconds=60.0, finished=8, running=(8, 9), world_size=16
+    ),
+    ("servers.md", "not ready 60 s"): failed(
+        0, "not ready 60 s after its start (ready timeout), last probe: HTTP status 503"
+    ),
+    ("stopping.md", "6 processes of run old"): LostJobFound(
+        lost_run_id="old", pids=(4711, 4712, 4720, 4721, 4730, 4731), since=-7500.0
+    ),
+}
+
+
+@pytest.mark.parametrize("place", SENTENCES, ids=":".join)
+def test_a_sentence_is_that_of_its_event(place: tuple[str, str]) -> None:
+    shown = block_of(*place).text.splitlines()[0]
+    assert shown == f"aio-elastic: {SENTENCES[place].sentence}"
+
+
+def test_the_json_of_an_event() -> None:
+    text = block_of("reference/events.md", '"event":"WorkerStarted"').text
+    event = event_from_json(text.replace("\n ", "").encode())
+    assert (event.sentence, event.run_id) == ("rank 0 started (pid 4711)", "my-run")
+
+
+def test_the_json_of_an_error_file() -> None:
+    text = block_of("worker-environment.md", "py_callstack").text
+    assert (error := parse_error_file(text.encode(), "", 0.0)) is not None
+    assert (error.message, error.timestamp) == ("ValueError: x", 1_700_000_000)
+
+
+def test_the_tree_of_errors() -> None:
+    """Each error stands below its base; those of the package that are no event stand there."""
+    stack: list[str] = []
+    shown: dict[str, str] = {}
+    for line in block_of("modules.md", "SpecError (ValueError)").text.splitlines():
+        found = re.match(r"([│├└─ ]*)(\w+)", line)
+        assert found is not None
+        del stack[len(found[1]) // 4 :]
+        shown[found[2]] = stack[-1] if stack else ""
+        stack.append(found[2])
+    names = {name for name in dir(elastic_aio) if isinstance(getattr(elastic_aio, name), type)}
+    names |= shown.keys()
+    errors = [getattr(elastic_aio, name) for name in names]
+    real = {error.__name__: error for error in errors if issubclass(error, ElasticAioError)}
+    assert shown.keys() == real.keys()
+    for name, base in shown.items():
+        assert not base or getattr(elastic_aio, base) in real[name].__bases__
+
+
+@pytest.mark.docs
+def test_the_layout_of_the_logs(tmp_path: Path) -> None:
+    lines = block_of("logs.md", "<log_dir>/<run_id>").text.splitlines()
+    words = ["run", "--log-dir=logs", "--rdzv-id=my-run", "--redirects=3", "fail.py"]
+    (tmp_path / "fail.py").write_text(
+        "from elastic_aio.worker import record\n\n\n@record\ndef main():\n    1 / 0\n\n\nmain()\n"
+    )
+    assert run_program([*CLI, *words], cwd=tmp_path).code == 1
+    real = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("logs/**/*")}
+    host = os.uname().nodename.partition(".")[0]
+    for line in lines:
+        directory, _, names = line.rpartition("/")
+        for name in names.strip("{}").split(","):
+            text = re.escape(f"{directory}/{name}").replace("<log_dir>", "logs")
+            text = text.replace("<run_id>", "my\\-run").replace("<host>", re.escape(host))
+            text = re.sub(r"<\w+>", r"\\w+", text)
+            assert any(re.fullmatch(text, path) for path in real), (text, real)
+
+
+FAIL_ONCE = """\
+import os
+import time
+
+if os.environ["RANK"] == "2" and os.environ["ELASTIC_AIO_ATTEMPT"] == "0":
+    raise ValueError("no such data")
+time.sleep(600)
+"""
+
+
+@pytest.mark.docs
+def test_why(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FAIL_ONCE)
+    words = "--nproc-per-node=4 --max-restarts=3 --tee=3 --rdzv-id=4f7c1d20 train.py"
+    script = f"""
+        cli() {{ {" ".join(CLI)} "$@"; }}
+        cli run {words} 2>/dev/null & job=$!
+        until cli status 4f7c1d20 2>/dev/null | grep -q "running for"; do sleep 0.05; done
+        until cli why 4f7c1d20 | grep -q "attempt 1 follows"; do sleep 0.05; done
+        until cli why 4f7c1d20 | grep -q "^phase *running"; do sleep 0.05; done
+        cli why 4f7c1d20
+        cli stop 4f7c1d20 >/dev/null
+        wait $job
+    """
+    ended = run_program(["bash", "-c", script], cwd=tmp_path)
+    shown = block_of("control.md", "$ aio-elastic why").text.splitlines()[1:]
+    host = re.escape(os.uname().nodename)
+    patterns = [
+        pattern_of(
+            line, **{"gpu-3": host, "4f7c1d20": "4f7c1d20", "/home/me": re.escape(str(tmp_path))}
+        )
+        for line in shown
+    ]
+    assert_lines(patterns, ended.out.splitlines())
+
+
+def assert_lines(patterns: list[re.Pattern[str]], lines: list[str]) -> None:
+    """Raise AssertionError unless each line has its pattern, none more and none less."""
+    for number, pattern in enumerate(patterns):
+        line = lines[number] if number < len(lines) else None
+        assert line is not None, f"missing: {pattern.pattern}\n" + "\n".join(lines)
+        assert pattern.fullmatch(line), f"{pattern.pattern}\n{line}\n" + "\n".join(lines)
+    assert len(lines) == len(patterns), "\n".join(lines)
+
+
+@pytest.mark.docs
+def test_the_runs_that_have_ended(tmp_path: Path) -> None:
+    """The third job was killed with its guardian: its workers are ended by `gc`."""
+    (tmp_path / "train.py").write_text("raise ValueError(1)\n")
+    (tmp_path / "eval.py").write_text("pass\n")
+    (tmp_path / "loop").mkdir()
+    (tmp_path / "loop/train.py").write_text("import time\ntime.sleep(600)\n")
+    script = f"""
+        cli() {{ {" ".join(CLI)} "$@"; }}
+        cd loop
+        {" ".join(CLI)} run --rdzv-id=9b1e77aa train.py 2>/dev/null & job=$!
+        cd ..
+        until ls state/elastic_aio/runs/*/run.json >/dev/null 2>&1; do sleep 0.05; done
+        kill -KILL $job
+        wait $job
+        until ! cli ps | grep -q running; do sleep 0.05; done
+        cli run --rdzv-id=4f7c1d20 eval.py 2>/dev/null
+        cli run --rdzv-id=my-run --max-restarts=3 --restart-delay=0 train.py 2>/dev/null
+        cli ps -a
+    """
+    env: dict[str, str | None] = {"XDG_STATE_HOME": str(tmp_path / "state")}
+    ended = run_program(["bash", "-c", script], cwd=tmp_path, env=env)
+    shown = block_of("finished-runs.md", "$ aio-elastic ps -a").text.splitlines()[1:]
+    names = {
+        "gpu-3": re.escape(os.uname().nodename),
+        "4f7c1d20": "4f7c1d20",
+        "9b1e77aa": "9b1e77aa",
+    }
+    assert_lines([pattern_of(line, **names) for line in shown], ended.out.splitlines())
+
+
+@pytest.mark.docs
+def test_the_ends_of_random_scenarios() -> None:
+    """A fifth of the scenarios has the ends that are often shown, and hardly another."""
+    block = block_of("simulation.md", "range(1000)")
+    program = block.text.replace("range(1000)", "range(200)")
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    shown = counts_of(block_of("simulation.md", "all workers have finished\n").text)
+    found = counts_of(ended.stdout)
+    assert {why for why, count in shown.items() if count >= 25} <= found.keys(), ended.stderr
+    assert {why for why, count in found.items() if count >= 5} <= shown.keys()
+
+
+def counts_of(text: str) -> dict[str, int]:
+    rows = (line.split(" ", 1) for line in text.splitlines())
+    return {why: int(count) for count, why in rows}
