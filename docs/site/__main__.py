@@ -1,7 +1,8 @@
 """Build the site: `python -m docs.site [DIRECTORY]`, by default into `site/`.
 
 The pages of docs/ are copied with generated ones (`stage.py`) to a temporary directory, of which
-Sphinx makes HTML.  Every warning, and every name that cannot be resolved, is an error.
+Sphinx makes HTML.  Every warning, every name that cannot be resolved, and every link within the
+site that leads nowhere is an error.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+from docs.site.links import dead_links
 from docs.site.names import ROOT
 from docs.site.stage import external_links, stage
 
 
 def main() -> int:
-    """Build the site; return the exit code of Sphinx."""
+    """Build the site; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m docs.site", description="Build the site.")
     parser.add_argument("directory", nargs="?", default="site", help="output (default: site)")
     parser.add_argument(
@@ -38,7 +40,9 @@ def main() -> int:
         words = ["-q", "-n", "-W", "--keep-going", "-E", "-b", "dirhtml"]
         conf = ["-c", str(ROOT / "docs/site"), "-d", f"{directory}/doctrees"]
         code: int = build_main([*words, *conf, str(source), chosen.directory])
-        return code
+    if dead := list(dead_links(Path(chosen.directory).resolve())):
+        print("dead links:", *dead, sep="\n", file=sys.stderr)
+    return code or bool(dead)
 
 
 if __name__ == "__main__":

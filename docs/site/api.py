@@ -41,16 +41,15 @@ def _main_page() -> str:
 
 
 def _events_page() -> str:
-    names = [each for each in public_names() if each.package == "elastic_aio" and each.is_event]
-    others = [
+    elsewhere = {name for kind, names in kinds().items() if kind != "events" for name in names}
+    names = [
         each
         for each in public_names()
-        if each.package == "elastic_aio" and each.name not in set().union(*kinds().values())
+        if each.package == "elastic_aio" and (each.is_event or each.name not in elsewhere)
     ]
     lines = [*_title("elastic_aio.events"), ".. py:module:: elastic_aio.events", ""]
     lines += ["The fields of each event are also in :doc:`/reference/events`.", ""]
-    merged = {each.name: each for each in (*names, *others)}
-    ordered = sorted(merged.values(), key=lambda each: (each.name != "Event", each.name))
+    ordered = sorted(names, key=lambda each: (each.name != "Event", each.name))
     return "\n".join([*lines, *_entries(ordered)])
 
 

@@ -30,13 +30,19 @@ class Example:
 
 def examples() -> Iterator[Example]:
     """Yield all examples that tests run, those that are for a name before others."""
-    for path in sorted(ROOT.glob("docs/examples/*.py")):
-        yield Example(path.read_text(), str(path.relative_to(ROOT)))
+    yield from cells()
     for block in blocks():
         if block.language == "python" and block.is_run:
             yield Example(block.text, block.page)
     for path in sorted(ROOT.glob("examples/**/*.py")):
         yield Example(path.read_text(), str(path.relative_to(ROOT)))
+
+
+def cells() -> Iterator[Example]:
+    """Yield the programs of docs/examples: `# %%` begins each."""
+    for path in sorted(ROOT.glob("docs/examples/*.py")):
+        for text in path.read_text().split("# %%\n")[1:]:
+            yield Example(text.strip() + "\n", str(path.relative_to(ROOT)))
 
 
 def used_names(source: str) -> set[str]:
