@@ -20,7 +20,7 @@ LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml",
 
 def stage(target: Path) -> None:
     """Write the source of the site into a new directory."""
-    from docs.site import api, casts, pictures
+    from docs.site import api, casts
 
     target.mkdir(parents=True)
     for page in [*DOCS.glob("*.md"), *DOCS.glob("guides/*.md"), *DOCS.glob("reference/*.md")]:
@@ -33,7 +33,6 @@ def stage(target: Path) -> None:
             target / name.lower(), with_links((ROOT / name).read_text(), ROOT / name, Path(name))
         )
     shutil.copytree(DOCS / "images", target / "images")
-    pictures.write_all(target / "images")
     _write_examples(target / "examples")
     api.write_pages(target / "api")
     casts.write_page(target / "recordings.md")

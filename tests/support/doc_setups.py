@@ -129,13 +129,7 @@ SETUPS: dict[tuple[str, str], Setup] = {
         **{**MY_RUN, "beside_end": ""},
         prints=("my-run...running...", "ready"),
     ),
-    ("control.md", "list_jobs()"): Setup(
-        beside="aio-elastic run --rdzv-id my-run short.py & job=$!\n"
-        "until aio-elastic status my-run 2>/dev/null | grep -q running; do kill -0 $job; done\n",
-        beside_end="wait\n",
-        files={"short.py": "import time\ntime.sleep(4)\n"},
-        prints=("... my-run", "running"),
-    ),
+    ("control.md", "list_jobs()"): Setup(**MY_RUN, prints=("... my-run", "running")),
     ("control.md", "socat -"): Setup(
         needs="socat",
         **MY_RUN,
