@@ -188,7 +188,8 @@ class RendezvousSpec(SpecValue, prefix="rendezvous."):
         key=ConfKey("join_timeout; 30 in Slurm and its like", least=0),
         alike=True,
     )
-    """The same once there has been a round, after the loss of nodes; None is `join_timeout`."""
+    """As `join_timeout`, once there has been a round: after the loss of nodes.  None is
+    `join_timeout`."""
     last_call_timeout: float = field(
         default=30.0, check=Seconds(at_least=0), key=ConfKey(least=0), alike=True
     )

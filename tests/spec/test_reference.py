@@ -9,22 +9,17 @@ from typing import Any
 import pytest
 
 import elastic_aio
-from elastic_aio import GroupSpec, LaunchSpec, SignalSpec, TlsSpec
+from docs.site.reference import PAGES, POLLED, SPECS, heading_of
+from elastic_aio import GroupSpec, LaunchSpec, TlsSpec
 from elastic_aio.cli.run_options import RUN_OPTIONS
 from elastic_aio.spec import job, rendezvous, restart
-from elastic_aio.spec.fields import REQUIRED, ConfKey, SpecValue, all_fields, part_of, spec_fields
-from elastic_aio.spec.limits import LimitSpec
+from elastic_aio.spec.fields import REQUIRED, ConfKey, SpecValue, all_fields, spec_fields
 from elastic_aio.spec.probe import Exec, Http, LogMatch, PolledProbe, Tcp
-from elastic_aio.spec.rendezvous import EngineSpec, RendezvousSpec
+from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.sockets import SocketSpec
 
 REFERENCE = Path(elastic_aio.__file__).parent.parent / "docs/reference"
 COMMAND_LINE = (REFERENCE / "command-line.md").read_text()
-PARTS: list[type[SpecValue]] = [LaunchSpec, GroupSpec, SignalSpec, TlsSpec, EngineSpec]
-PARTS += [SocketSpec, LimitSpec]
-POLLED: list[type[SpecValue]] = [Http, Tcp, Exec]
-PROBES: list[type[SpecValue]] = [PolledProbe, *POLLED, LogMatch]
-PARTS += PROBES
 REQUIRED_ARGUMENTS: dict[type[SpecValue], tuple[Any]] = {
     LaunchSpec: ("x",),
     GroupSpec: ({"a": LaunchSpec("x")},),
@@ -34,7 +29,6 @@ REQUIRED_ARGUMENTS: dict[type[SpecValue], tuple[Any]] = {
     Exec: ("x",),
     LogMatch: ("x",),
 }
-PARTS += [part for each in spec_fields(LaunchSpec).values() if (part := part_of(each))]
 NAMES = {**vars(job), **vars(rendezvous), **vars(restart)}
 
 
@@ -46,10 +40,6 @@ def rows(text: str, heading: str) -> list[list[str]]:
     return [re.split(r"(?<!\\) \| ", row.strip("| ")) for row in lines[0].splitlines()[2:]]
 
 
-def heading_of(owner: type[SpecValue]) -> str:
-    return f"{'###' if owner in PROBES else '##'} {owner.__name__}"
-
-
 def value_of(text: str) -> Any:
     """Return a default as a table writes it: `10,000`, `"null"`, `LogSpec()`, `SIGHUP, SIGINT`."""
     text = text.replace("`", "")
@@ -58,7 +48,7 @@ def value_of(text: str) -> Any:
     return eval(re.sub(r"(?<=\d),(?=\d)", "", text), {**NAMES})
 
 
-@pytest.mark.parametrize("owner", PARTS, ids=lambda owner: owner.__name__)
+@pytest.mark.parametrize("owner", SPECS, ids=lambda owner: owner.__name__)
 def test_every_field_is_in_its_table_with_its_default(owner: type[SpecValue]) -> None:
     found: dict[str, str] = {}
     for names, default, *_ in rows((REFERENCE / "spec.md").read_text(), heading_of(owner)):
@@ -92,6 +82,12 @@ def test_every_key_of_the_rendezvous_is_in_the_table() -> None:
         if isinstance(key := described.option, ConfKey):
             least = found[key.name].partition(" or more")
             assert (int(least[0]) if least[1] else None) == key.least, key.name
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_tables_are_those_of_the_code(name: str) -> None:
+    text = (REFERENCE / name).read_text()
+    assert PAGES[name](text) == text, "run `python -m docs.site.reference`"
 
 
 def test_an_option_sets_one_field() -> None:
