@@ -148,6 +148,21 @@ _SECTIONS = NapoleonConfig(
 )
 
 
+def with_cancellation(lines: list[str]) -> list[str]:
+    """Make a section of a paragraph that begins with `Cancellation:`, as the others have one."""
+    found: list[str] = []
+    is_inside = False
+    for line in lines:
+        match = re.match(r"( *)Cancellation: (\S.*)", line)
+        if match is not None:
+            found += [f"{match[1]}Cancellation:", f"{match[1]}    {match[2]}"]
+            is_inside = True
+            continue
+        is_inside = is_inside and bool(line.strip())
+        found.append(f"    {line}" if is_inside else line)
+    return found
+
+
 def convert(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Make reStructuredText of a docstring: its sections, names and code.
 
@@ -155,7 +170,7 @@ def convert(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: li
     """
     if "Fields:" in lines and isinstance(obj, type):
         del lines[lines.index("Fields:") :]
-    found = list(lines)
+    found = with_cancellation(lines)
     if what not in ("attribute", "data", "property", "module"):  # whose first colon is no type
         found = GoogleDocstring(found, _SECTIONS, app, what, name, obj, options).lines()
     lines[:] = docstring_lines(found, name)

@@ -12,7 +12,7 @@ DOCS = ROOT / "docs"
 PROJECT = ("CONTRIBUTING.md", "CHANGELOG.md")
 """Pages of the root that the site has too."""
 
-_LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
+_LINK = re.compile(r"\[([^\[\]]*)\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
 _EXTERNAL = re.compile(r"https?://[^\s)`\"'<>\]]+")
 LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".toml": "toml"}
@@ -35,7 +35,15 @@ def stage(target: Path) -> None:
     shutil.copytree(DOCS / "images", target / "images")
     _write_examples(target / "examples")
     api.write_pages(target / "api")
-    casts.write_page(target / "recordings.md")
+    recordings = target / "recordings.md"
+    recordings.write_text(
+        re.sub(
+            r"^\[[\w-]+\.cast\]\(.*?recordings/([\w-]+)\.cast\)$",
+            lambda match: f"```{{raw}} html\n{casts.player(match[1])}\n```",
+            recordings.read_text(),
+            flags=re.MULTILINE,
+        )
+    )
     index = DOCS / "README.md"
     text = with_links(index.read_text(), index, Path("index.md"))
     _write(target / "index.md", text + toctrees(index.read_text()))
@@ -65,18 +73,23 @@ def place_of(target: Path) -> Path | None:
 def with_links(text: str, page: Path, place: Path) -> str:
     """Return a page whose relative links lead to where the site has their targets.
 
+    A link that has the name of a page as its text gets the title of that page.
+
     ValueError: a link leads to a file that the site does not have.
     """
 
     def moved(match: re.Match[str]) -> str:
-        target, hash_, anchor = match[1].partition("#")
+        text, (target, hash_, anchor) = match[1], match[2].partition("#")
         if "://" in target or not target:
-            return match[1]
-        found = place_of((page.parent / target).resolve())
+            return match[0]
+        path = (page.parent / target).resolve()
+        found = place_of(path)
         if found is None:
             raise ValueError(f"{page.name}: the site has no {target}")
+        if text == path.name and path.suffix == ".md" and not anchor:
+            text = path.read_text().partition("\n")[0].removeprefix("# ")
         up = "../" * (len(place.parts) - 1)
-        return f"{up}{found}{hash_}{anchor}"
+        return f"[{text}]({up}{found}{hash_}{anchor})"
 
     parts, end = [], 0
     for fence in _FENCE.finditer(text):
@@ -100,7 +113,7 @@ def toctrees(index: str) -> str:
             found += _toctree(title, pages)
     named = set(re.findall(r"\]\((.+?)\.md\)", index))
     rest = [page.stem for page in sorted(DOCS.glob("*.md")) if page.stem not in named | {"README"}]
-    more = ["examples/index", "recordings", *rest, "contributing", "changelog"]
+    more = ["examples/index", *rest, "contributing", "changelog"]
     listed = re.findall(r"^(?!:)(\S+)$", found, re.MULTILINE)
     return found + _toctree("More", [page for page in more if page not in listed])
 

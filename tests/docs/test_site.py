@@ -37,6 +37,8 @@ def test_links_of_pages_lead_to_the_site() -> None:
     assert with_links(text, page, Path("guides/logs.md")) == moved
     with pytest.raises(ValueError, match=r"logs\.md: the site has no \.\./\.\./pyproject\.toml"):
         with_links("[x](../../pyproject.toml)", page, Path("guides/logs.md"))
+    named = with_links("[logs.md](logs.md) [logs.md](logs.md#files)", page, Path("guides/logs.md"))
+    assert named == "[Logs and tee](../guides/logs.md) [logs.md](../guides/logs.md#files)"
     fenced = "```\n[x](../../nothing)\n```\n"
     assert with_links(fenced, page, Path("guides/logs.md")) == fenced
 
@@ -57,6 +59,15 @@ def test_every_public_name_is_in_the_reference(tmp_path: Path) -> None:
 
 def test_links_to_other_sites_are_listed() -> None:
     assert any(line.startswith("https://semver.org/  CHANGELOG.md") for line in external_links())
+
+
+@needs_sphinx
+def test_a_cancellation_is_a_section() -> None:
+    from docs.site.extension import with_cancellation
+
+    text = ["Do.", "", "Cancellation: it stops,", "then ends.", "", "Args:", "    a: b"]
+    section = ["Cancellation:", "    it stops,", "    then ends."]
+    assert with_cancellation(text) == ["Do.", "", *section, "", "Args:", "    a: b"]
 
 
 @needs_sphinx
