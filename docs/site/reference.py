@@ -1,13 +1,15 @@
 """The tables of docs/reference, from what the code knows: `python -m docs.site.reference`.
 
 A field of a spec says its default and, in its docstring, its meaning; an option its help; a key of
-`--rdzv-conf` its least value; an event its fields.  The pages say in which table each stands, and
+`--rdzv-conf` its least value; an event its fields; `WorkerContext`
+the variables of a worker.  The pages say in which table each stands, and
 in which order.  `SEE` adds the links that a docstring cannot have.
 """
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import itertools
 import re
@@ -31,6 +33,7 @@ from elastic_aio.spec.rendezvous import EngineSpec, RendezvousSpec
 from elastic_aio.spec.sockets import SocketSpec
 from elastic_aio.status import Event
 from elastic_aio.value import Value
+from elastic_aio.worker import WorkerContext
 
 REFERENCE = ROOT / "docs/reference"
 POLLED: list[type[SpecValue]] = [Http, Tcp, Exec]
@@ -254,10 +257,33 @@ def with_event_fields(text: str) -> str:
     return _EVENT_ROW.sub(row, text)
 
 
+def worker_variables() -> dict[str, str]:
+    """Return the field of `WorkerContext` that each variable of a worker is read from."""
+    fields = [each.name for each in dataclasses.fields(WorkerContext)]
+    values: dict[str, Any] = {name: number for number, name in enumerate(fields, start=100)}
+    texts = {name: str(value) for name, value in values.items()}
+    values |= {name: texts[name] for name in ("role", "run_id", "master_addr", "error_file")}
+    named = {value: name for name, value in texts.items()}
+    return {variable: named[text] for variable, text in WorkerContext(**values).to_env().items()}
+
+
+def with_worker_variables(text: str) -> str:
+    """Return docs/reference/worker-environment.md with all variables of `WorkerContext`."""
+    docs = field_docs(WorkerContext)
+    rows = [
+        f"| `{variable}` | `{field}` | {_cell(docs[field])} |\n"
+        for variable, field in worker_variables().items()
+    ]
+    table = re.search(r"^\| variable \| field of.*\n\|.*\n((?:\|.*\n)+)", text, re.MULTILINE)
+    assert table is not None
+    return text[: table.start(1)] + "".join(rows) + text[table.end(1) :]
+
+
 PAGES: dict[str, Callable[[str], str]] = {
     "spec.md": with_spec_tables,
     "command-line.md": lambda text: with_key_table(with_option_tables(text)),
     "events.md": with_event_fields,
+    "worker-environment.md": with_worker_variables,
 }
 
 

@@ -84,15 +84,15 @@ class WorkerContext:
     master_port: int
     """Port at which the workers meet."""
     restart_count: int = 0
-    """How often the workers were restarted after failures."""
+    """How often the workers were restarted after failures; the same on all nodes."""
     max_restarts: int = 0
-    """How often they may be."""
+    """How often they may be; 999999999 for "unlimited"."""
     use_agent_store: bool = False
-    """Whether a store already listens at the master's address."""
+    """Whether the agent serves the store at the master's address; else worker 0 must."""
     error_file: str = ""
-    """Path to which `record` writes; empty if no errors are recorded."""
+    """Path to which `record` writes; empty if nothing is kept."""
     attempt: int = 0
-    """Number of the attempt, from 0, the same on all nodes."""
+    """Number of the attempt, from 0, the same on all nodes; grows with every start of workers."""
     round: int = 0
     """Number of the round, which only grows; without a rendezvous the number of the attempt."""
 
