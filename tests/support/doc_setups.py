@@ -68,6 +68,15 @@ TWO_NODES: dict[str, Any] = {
     "beside_end": "kill $store; wait\n",
     "files": {"short.py": SHORT},
 }
+FAIL = """\
+import os
+import time
+
+print("hello", flush=True)
+if os.environ["RANK"] == "3":
+    raise ValueError("no such data")
+time.sleep(600)
+"""
 TRAINING = """\
 first_step, steps = 0, 3
 
@@ -188,7 +197,7 @@ SETUPS: dict[tuple[str, str], Setup] = {
     ("finished-runs.md", "aio-elastic ps -a  "): Setup(
         beside="aio-elastic run --nproc-per-node 4 --rdzv-id my-run --tee 3 fail.py"
         " || test $? = 1\n",
-        files={"fail.py": "print('hello')\nraise ValueError('no such data')\n"},
+        files={"fail.py": FAIL},
         prints=("my-run...failed...", "...ValueError: no such data", '{"schema":1,...'),
     ),
     ("finished-runs.md", "RunRecorder"): Setup(prints=("succeeded",)),
