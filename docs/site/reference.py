@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
+import importlib
 import inspect
 import itertools
 import re
@@ -68,18 +70,27 @@ SEE = {
 """Where a reader finds more, by the field or the option."""
 
 
-def field_docs(owner: Any) -> Mapping[str, str]:
+def field_docs(owner: type) -> dict[str, str]:
     """Return the docstrings of the fields of a class and its bases, each on one line."""
     found: dict[str, str] = {}
     for base in reversed(owner.__mro__):
-        if not base.__module__.startswith("elastic_aio"):
+        if base.__module__.startswith("elastic_aio"):
+            found |= _own_docs(base.__module__).get(base.__qualname__, {})
+    return found
+
+
+@functools.cache
+def _own_docs(module: str) -> dict[str, dict[str, str]]:
+    """Return the docstrings of fields by the class, of all classes of a module."""
+    found: dict[str, dict[str, str]] = {}
+    for owner in ast.parse(inspect.getsource(importlib.import_module(module))).body:
+        if not isinstance(owner, ast.ClassDef):
             continue
-        (tree,) = ast.parse(inspect.getsource(base)).body
-        assert isinstance(tree, ast.ClassDef)
-        for item, doc in itertools.pairwise(tree.body):
+        docs = found.setdefault(owner.name, {})
+        for item, doc in itertools.pairwise(owner.body):
             match item, doc:
                 case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                    found[name] = " ".join(text.split())
+                    docs[name] = " ".join(text.split())
     return found
 
 
