@@ -34,6 +34,10 @@ def main() -> int:
         from sphinx.cmd.build import build_main
     except ImportError as error:
         sys.exit(f"{error}: the extra `docs` is missing (pip install '.[docs]')")
+    try:
+        Path(chosen.directory).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"directory: cannot be made: {error.strerror} (got {chosen.directory!r})")
     with tempfile.TemporaryDirectory(prefix="elastic_aio-docs.") as directory:
         source = Path(directory) / "source"
         stage(source)

@@ -67,14 +67,14 @@ NOT_RUN: dict[tuple[str, str], str] = {
     ("README.md", ".venv/bin/aio-elastic run"): "`.ci/run` runs it in a fresh clone",
     ("README.md", "'.[test]'"): "`.ci/run` runs it in a fresh clone",
     ("CONTRIBUTING.md", "'.[test,lint]'"): "the steps of `.ci/run`",
-    ("architecture.md", "multiprocessing\n"): "a drawing of LAYERS in tests/test_layers.py",
+    ("architecture.md", "multiprocessing\n"): f"{_OUTPUTS}::test_the_drawing_of_the_layers",
     ("benchmarks.md", "--quick"): "a benchmark: minutes on an idle host",
     ("benchmarks.md", "benchmarks.compare"): "compares two checkouts: minutes on an idle host",
     ("control.md", "$ aio-elastic why"): f"{_OUTPUTS}::test_why",
     ("finished-runs.md", "$ aio-elastic ps -a"): f"{_OUTPUTS}::test_the_runs_that_have_ended",
     ("failures.md", "ValueError: bad batch"): f"{_OUTPUTS}::test_a_sentence_is_that_of_its_event",
     ("failures.md", "was recorded 12 s"): (
-        "an hour of a race in short: tests/agent/test_failures.py::test_an_error_before_a_hang"
+        "a rare end: tests/agent/test_failures.py::test_an_error_before_a_hang"
     ),
     ("failures.md", "(on node-b) exited with 0"): (
         "tests/agent/test_failures.py::test_a_failure_notes_who_had_succeeded_before"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,13 @@ from elastic_aio import (
     ExitStatus,
     Failure,
     LostJobFound,
+    StopPlan,
     WorkersUnfinished,
 )
 from elastic_aio.event_json import event_from_json
 from elastic_aio.worker.errorfile import parse_error_file
-from tests.support.cli import CLI, run_program
+from tests.support.cli import CLI, REPOSITORY, run_program
+from tests.test_layers import LAYERS
 
 DURATION = r"(?:(?:\d+ h )?\d+ m(?: \d+ s)?|[\d.]+ s)"
 
@@ -104,6 +108,62 @@ def test_the_json_of_an_error_file() -> None:
     text = block_of("worker-environment.md", "py_callstack").text
     assert (error := parse_error_file(text.encode(), "", 0.0)) is not None
     assert (error.message, error.timestamp) == ("ValueError: x", 1_700_000_000)
+
+
+def test_the_groups_of_plug_ins_are_those_that_are_looked_for() -> None:
+    table = tomllib.loads(block_of("plugins.md", "[project.entry-points").text)
+    sources = "".join(path.read_text() for path in (REPOSITORY / "elastic_aio").rglob("*.py"))
+    groups = table["project"]["entry-points"]
+    assert len(groups) == 4
+    for group in groups:
+        assert f'"{group}"' in sources, group
+
+
+@pytest.mark.docs
+def test_a_file_of_jobs_is_accepted(tmp_path: Path) -> None:
+    (tmp_path / "jobs.toml").write_text(block_of("trees.md", "[children.server]").text)
+    for name in ("serve.py", "train.py"):
+        (tmp_path / name).touch()
+    ended = run_program([*CLI, "up", "--dry-run"], cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    for name in ("server", "trainer", "sidecar"):
+        assert name in ended.out
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize(
+    ("part", "pattern"),
+    [("[Service]", "^ExecStart=(.*)$"), ("livenessProbe", r"^command: \[(.*)\]$")],
+)
+def test_the_command_of_a_unit_and_of_a_pod(part: str, pattern: str, tmp_path: Path) -> None:
+    """Without the path of the program, and with a directory that can be made."""
+    match = re.search(pattern, block_of("guides/events.md", part).text, re.MULTILINE)
+    assert match is not None
+    words = shlex.split(match[1].replace(", ", " "))
+    assert Path(words[0]).name == "aio-elastic"
+    (tmp_path / "train.py").touch()
+    given = [word.replace("/var/log/train", str(tmp_path)) for word in words[2:]]
+    ended = run_program([*CLI, "run", "--dry-run", *given], cwd=tmp_path)
+    assert ended.code == 0, ended.err
+
+
+def test_the_unit_of_systemd() -> None:
+    """It leaves time for the plan."""
+    unit = block_of("guides/events.md", "[Service]").text
+    match = re.search(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
+    assert match is not None
+    assert int(match[1]) > StopPlan().grace + StopPlan().reap_timeout
+
+
+def test_the_drawing_of_the_layers() -> None:
+    """Its lines are the layers, the highest first."""
+    text = block_of("docs/architecture.md", "multiprocessing").text
+    drawn = [line.split() for line in text.splitlines() if line.strip() != "|"]
+    layers = {name: number for number, names in enumerate(LAYERS) for name in names}
+    assert {name for names in drawn for name in names} <= layers.keys()
+    below = [max(layers[name] for name in names) for names in drawn[1:]]
+    for names, highest in zip(drawn, below, strict=False):
+        assert min(layers[name] for name in names) >= highest, names
 
 
 def test_the_tree_of_errors() -> None:
