@@ -94,10 +94,6 @@ NOT_RUN: dict[tuple[str, str], str] = {
     ("logs.md", "<log_dir>/<run_id>"): f"{_OUTPUTS}::test_the_layout_of_the_logs",
     ("simulation.md", "for seed in range(1000)"): f"{_OUTPUTS}::test_the_ends_of_random_scenarios",
     ("simulation.md", "654 all workers"): f"{_OUTPUTS}::test_the_ends_of_random_scenarios",
-    ("store.md", "etcd0,etcd1,etcd2 --rdzv-id my-run\n"): (
-        "needs etcd: tests/e2e/test_nodes_engines.py"
-    ),
-    ("store.md", "gc --rdzv-backend etcd"): "needs etcd: tests/rendezvous/test_job_list.py",
     ("command-line.md", "aio-elastic --version"): (
         "tests/test_docs.py::test_the_command_line_is_documented_completely"
     ),

@@ -25,7 +25,9 @@ NO_OUTPUT = ("None: it does not answer", "it has ended since;")
 """Beginnings of comments behind a `print` that are not what it prints."""
 SECONDS = 120
 
-RUN = [block for block in blocks() if block.is_run and block.language in ("python", *SHELLS)]
+ALL = [block for block in blocks() if block.is_run and block.language in ("python", *SHELLS)]
+RUN = [block for block in ALL if not setup_of(block).engine]
+AT_ENGINES = [(block, setup_of(block).engine) for block in ALL if setup_of(block).engine]
 
 
 @pytest.fixture
@@ -122,10 +124,25 @@ def script_of(block: Block, setup: Setup, place: Path, port: str) -> str:
 @pytest.mark.docs
 @pytest.mark.parametrize("block", RUN, ids=lambda block: block.name)
 def test_a_block_runs(block: Block, place: Path) -> None:
+    run_block(block, place)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("block", "engine"), AT_ENGINES, ids=lambda value: getattr(value, "name", value)
+)
+def test_a_block_runs_at_an_engine(
+    block: Block, engine: str, place: Path, request: pytest.FixtureRequest
+) -> None:
+    run_block(block, place, ENGINE=request.getfixturevalue(f"{engine}_endpoint"))
+
+
+def run_block(block: Block, place: Path, **more: str) -> None:
+    """Run a block with its setup; compare what it prints."""
     setup = setup_of(block)
     if setup.needs and not shutil.which(setup.needs):
         pytest.skip(f"{setup.needs} is not installed")
-    env = prepare(setup, place)
+    env = prepare(setup, place) | more
     script = script_of(block, setup, place, env["PORT"] or "")
     ended = run_program(["bash", "-c", script], env=env, cwd=place, seconds=SECONDS)
     assert ended.code == setup.code, f"{script}\n{ended.out}\n{ended.err}"

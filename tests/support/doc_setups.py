@@ -32,6 +32,8 @@ class Setup:
     needs: str = ""
     """A command without which the test is skipped."""
     with_certificates: bool = False
+    engine: str = ""
+    """The engine whose endpoint stands for `$ENGINE`."""
     prints: tuple[str, ...] = ()
     """Texts among the output, in which `...` stands for any."""
 
@@ -66,6 +68,11 @@ SHORT = "import time\ntime.sleep(1)\n"
 TWO_NODES: dict[str, Any] = {
     "beside": NODES,
     "beside_end": "kill $store; wait\n",
+    "files": {"short.py": SHORT},
+}
+AT_ETCD: dict[str, Any] = {
+    "beside": "for node in a b; do aio-elastic run --nnodes 2 --rdzv-backend etcd"
+    " --rdzv-endpoint $ENGINE --rdzv-id my-run short.py & done; wait\n",
     "files": {"short.py": SHORT},
 }
 FAIL = """\
@@ -324,6 +331,18 @@ SETUPS: dict[tuple[str, str], Setup] = {
         "store.md",
         "--rdzv-backend etcd --rdzv-endpoint etcd0,etcd1,etcd2 --rdzv-id my-run train",
     ): Setup(is_dry=True),
+    ("store.md", "etcd0,etcd1,etcd2 --rdzv-id my-run\n"): Setup(
+        engine="etcd",
+        replaced={"etcd0,etcd1,etcd2": "$ENGINE"},
+        prints=("... job succeeded after ...",),
+        **AT_ETCD,
+    ),
+    ("store.md", "gc --rdzv-backend etcd"): Setup(
+        engine="etcd",
+        replaced={"etcd0,etcd1,etcd2": "$ENGINE"},
+        prints=("my-run ...",),
+        **AT_ETCD,
+    ),
     ("store.md", "pip install 'elastic_aio[redis]'"): Setup(
         is_dry=True, replaced={"pip install": ": pip install"}
     ),
