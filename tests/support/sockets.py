@@ -57,14 +57,11 @@ def sockets_of(pid: int) -> set[str]:
     return {link for link in links if link.startswith("socket:")}
 
 
-def is_connected(pid: int, listener: int) -> bool:
-    """Tell whether a process has a connection to a port at which another process listens."""
-    own, theirs = sockets_of(pid), sockets_of(listener)
-    rows = [(f"socket:[{row[9]}]", row) for row in _rows()]
-    ports = {row[1].rpartition(":")[2] for name, row in rows if name in theirs and row[3] == "0A"}
-    return any(
-        name in own and row[3] == "01" and row[2].rpartition(":")[2] in ports for name, row in rows
-    )
+def listening_ports(pid: int) -> set[int]:
+    """Return the TCP ports at which a process listens."""
+    own = sockets_of(pid)
+    rows = [row for row in _rows() if row[3] == "0A" and f"socket:[{row[9]}]" in own]
+    return {int(row[1].rpartition(":")[2], 16) for row in rows}
 
 
 def _rows() -> Iterator[list[str]]:
