@@ -79,7 +79,7 @@ def test_each_python_that_is_named_is_tested() -> None:
 
 def test_each_extra_is_described_where_it_is_installed() -> None:
     """In the order of the page; messages of the package name no other extra."""
-    extras = PROJECT["project"]["optional-dependencies"].keys() - {"test", "lint"}
+    extras = PROJECT["project"]["optional-dependencies"].keys() - {"test", "lint", "docs"}
     page = (REPOSITORY / "docs/guides/first-job.md").read_text()
     assert set(re.findall(r"^\| `([a-z]+)` \| ", page, re.MULTILINE)) == extras
     assert extras == EXTRAS.keys() | {"examples"}

@@ -121,7 +121,7 @@ print(
         max_restarts=0,
         agent_pid=1,
     ).sentence
-)  # run r: 1 worker of x on box, 0 restarts, no logs unless it fails
+)  # run r: 1 worker of x on box, 0 restarts, logs kept only if it fails
 
 # %%
 from elastic_aio import LeftoversFound

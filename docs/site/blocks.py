@@ -70,8 +70,6 @@ NOT_RUN: dict[tuple[str, str], str] = {
     ("architecture.md", "multiprocessing\n"): f"{_OUTPUTS}::test_the_drawing_of_the_layers",
     ("benchmarks.md", "--quick"): "a benchmark: minutes on an idle host",
     ("benchmarks.md", "benchmarks.compare"): "compares two checkouts: minutes on an idle host",
-    ("control.md", "$ aio-elastic why"): f"{_OUTPUTS}::test_why",
-    ("finished-runs.md", "$ aio-elastic ps -a"): f"{_OUTPUTS}::test_the_runs_that_have_ended",
     ("failures.md", "ValueError: bad batch"): f"{_OUTPUTS}::test_a_sentence_is_that_of_its_event",
     ("failures.md", "was recorded 12 s"): (
         "a rare end: tests/agent/test_failures.py::test_an_error_before_a_hang"
@@ -91,6 +89,14 @@ NOT_RUN: dict[tuple[str, str], str] = {
     ("stopping.md", "gc --host --dry-run"): (
         "needs jobs that were lost: tests/process/test_lost_jobs.py"
     ),
+    ("runbook.md", "gc --host --dry-run"): "shows what is left on the whole host",
+    ("internals.md", "'.[test,lint]'"): "the steps of `.ci/run`",
+    ("migrate-from-torchrun.md", "$ aio-elastic exec accelerate"): (
+        "needs accelerate: tests/programs/test_programs.py"
+    ),
+    ("services.md", "journalctl"): "needs systemd as the first process",
+    ("supervisors.md", "benchmarks.supervisors"): "installs peers, and runs them for minutes",
+    ("upgrades.md", "pip install -U"): "needs a release at the index",
     ("logs.md", "<log_dir>/<run_id>"): f"{_OUTPUTS}::test_the_layout_of_the_logs",
     ("simulation.md", "for seed in range(1000)"): f"{_OUTPUTS}::test_the_ends_of_random_scenarios",
     ("simulation.md", "654 all workers"): f"{_OUTPUTS}::test_the_ends_of_random_scenarios",

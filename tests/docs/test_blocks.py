@@ -19,6 +19,7 @@ from tests.support.doc_setups import SETUPS, Setup, setup_of
 from tests.support.sockets import free_port
 
 SHELLS = ("sh", "bash")
+SESSION = "console"
 DATA = ("json", "toml", "ini", "yaml")
 TRAIN = "import sys\n\nprint('trained', *sys.argv[1:])\n"
 NO_OUTPUT = ("None: it does not answer", "it has ended since;")
@@ -77,6 +78,7 @@ def prepare(setup: Setup, place: Path) -> dict[str, str | None]:
         "PATH": f"{place.parent}/bin:{os.environ['PATH']}",
         "PYTHONPATH": f"{REPOSITORY}:{place}",
         "PORT": str(free_port()),
+        "PORT2": str(free_port()),
         "DRY": "1" if setup.is_dry else "",
         "HOME": f"{place.parent}/home",
         "XDG_STATE_HOME": f"{place.parent}/state",
@@ -168,7 +170,7 @@ def is_printed(shown: str, ended: Ended) -> bool:
 
 def test_every_block_is_run_or_says_why_not() -> None:
     """A drawing, or what a command prints, is not run, and has a reason that says so."""
-    known = ("python", *SHELLS, *DATA)
+    known = ("python", SESSION, *SHELLS, *DATA)
     unknown = [block.name for block in blocks() if block.is_run and block.language not in known]
     assert not unknown, "add it to NOT_RUN of docs/site/blocks.py, with the test that compares it"
 

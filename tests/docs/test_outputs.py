@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 import elastic_aio
-from docs.site.blocks import Block, blocks
 from elastic_aio import (
     AttemptFailed,
     ElasticAioError,
@@ -22,39 +21,13 @@ from elastic_aio import (
     ExitStatus,
     Failure,
     LostJobFound,
-    StopPlan,
     WorkersUnfinished,
 )
 from elastic_aio.event_json import event_from_json
 from elastic_aio.worker.errorfile import parse_error_file
 from tests.support.cli import CLI, REPOSITORY, run_program
+from tests.support.doc_outputs import block_of
 from tests.test_layers import LAYERS
-
-DURATION = r"(?:(?:\d+ h )?\d+ m(?: \d+ s)?|[\d.]+ s)"
-
-
-def block_of(page: str, part: str) -> Block:
-    """Return the block of a page with a text."""
-    (found,) = [one for one in blocks() if one.page.endswith(page) and part in one.text]
-    return found
-
-
-def pattern_of(text: str, **names: str) -> re.Pattern[str]:
-    """Return what fits the output that a page shows, where another run has printed it.
-
-    Times, numbers and columns may differ, `...` is any text, and `names` are patterns of what
-    differs too: hosts, ids.
-    """
-    words = {**names, "...": ".*"}
-    parts = [re.escape(word) for word in sorted(words, key=len, reverse=True)]
-    special = re.compile(rf"({'|'.join(parts)})|({DURATION})(?!\w)|( {{2,}})|(\d+)")
-    pattern, end = "", 0
-    for match in special.finditer(text):
-        pattern += re.escape(text[end : match.start()])
-        word, duration, spaces, _ = match.groups()
-        known = words[word] if word else DURATION if duration else r" +" if spaces else r"\d+"
-        pattern, end = pattern + known, match.end()
-    return re.compile(pattern + re.escape(text[end:]))
 
 
 def failed(rank: int, reason: str) -> AttemptFailed:
@@ -119,40 +92,24 @@ def test_the_groups_of_plug_ins_are_those_that_are_looked_for() -> None:
         assert f'"{group}"' in sources, group
 
 
-@pytest.mark.docs
-def test_a_file_of_jobs_is_accepted(tmp_path: Path) -> None:
-    (tmp_path / "jobs.toml").write_text(block_of("trees.md", "[children.server]").text)
-    for name in ("serve.py", "train.py"):
-        (tmp_path / name).touch()
-    ended = run_program([*CLI, "up", "--dry-run"], cwd=tmp_path)
-    assert ended.code == 0, ended.err
-    for name in ("server", "trainer", "sidecar"):
-        assert name in ended.out
-
-
-@pytest.mark.docs
-@pytest.mark.parametrize(
-    ("part", "pattern"),
-    [("[Service]", "^ExecStart=(.*)$"), ("livenessProbe", r"^command: \[(.*)\]$")],
-)
-def test_the_command_of_a_unit_and_of_a_pod(part: str, pattern: str, tmp_path: Path) -> None:
-    """Without the path of the program, and with a directory that can be made."""
-    match = re.search(pattern, block_of("guides/events.md", part).text, re.MULTILINE)
-    assert match is not None
-    words = shlex.split(match[1].replace(", ", " "))
-    assert Path(words[0]).name == "aio-elastic"
-    (tmp_path / "train.py").touch()
-    given = [word.replace("/var/log/train", str(tmp_path)) for word in words[2:]]
-    ended = run_program([*CLI, "run", "--dry-run", *given], cwd=tmp_path)
-    assert ended.code == 0, ended.err
-
-
 def test_the_unit_of_systemd() -> None:
-    """It leaves time for the plan."""
-    unit = block_of("guides/events.md", "[Service]").text
-    match = re.search(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
+    """Its lines are those of the example, but for what it starts."""
+    lines = block_of("guides/services.md", "[Service]").text.splitlines()
+    unit = (REPOSITORY / "examples/systemd/jobs@.service").read_text().splitlines()
+    (start,) = [line for line in lines if line not in unit]
+    assert re.fullmatch("ExecStart=.*/aio-elastic up /etc/jobs/web.toml", start)
+
+
+@pytest.mark.docs
+def test_the_command_of_a_pod(tmp_path: Path) -> None:
+    text = block_of("guides/services.md", "livenessProbe").text
+    match = re.search(r"^command: \[(.*)\]$", text, re.MULTILINE)
     assert match is not None
-    assert int(match[1]) > StopPlan().grace + StopPlan().reap_timeout
+    (tmp_path / "jobs.toml").write_text(block_of("services.md", "[children.mailer]").text)
+    program, command, *words = shlex.split(match[1].replace(", ", " "))
+    assert program == "aio-elastic"
+    ended = run_program([*CLI, command, "--dry-run", *words], cwd=tmp_path)
+    assert ended.code == 0, ended.err
 
 
 def test_the_drawing_of_the_layers() -> None:
@@ -202,82 +159,6 @@ def test_the_layout_of_the_logs(tmp_path: Path) -> None:
             text = text.replace("<run_id>", "my\\-run").replace("<host>", re.escape(host))
             text = re.sub(r"<\w+>", r"\\w+", text)
             assert any(re.fullmatch(text, path) for path in real), (text, real)
-
-
-FAIL_ONCE = """\
-import os
-import time
-
-if os.environ["RANK"] == "2" and os.environ["ELASTIC_AIO_ATTEMPT"] == "0":
-    raise ValueError("no such data")
-time.sleep(600)
-"""
-
-
-@pytest.mark.docs
-def test_why(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(FAIL_ONCE)
-    words = "--nproc-per-node=4 --max-restarts=3 --tee=3 --rdzv-id=4f7c1d20 train.py"
-    script = f"""
-        cli() {{ {" ".join(CLI)} "$@"; }}
-        cli run {words} 2>/dev/null & job=$!
-        until cli status 4f7c1d20 2>/dev/null | grep -q "running for"; do sleep 0.05; done
-        until cli why 4f7c1d20 | grep -q "attempt 1 follows"; do sleep 0.05; done
-        until cli why 4f7c1d20 | grep -q "^phase *running"; do sleep 0.05; done
-        cli why 4f7c1d20
-        cli stop 4f7c1d20 >/dev/null
-        wait $job
-    """
-    ended = run_program(["bash", "-c", script], cwd=tmp_path)
-    shown = block_of("control.md", "$ aio-elastic why").text.splitlines()[1:]
-    host = re.escape(os.uname().nodename)
-    patterns = [
-        pattern_of(
-            line, **{"gpu-3": host, "4f7c1d20": "4f7c1d20", "/home/me": re.escape(str(tmp_path))}
-        )
-        for line in shown
-    ]
-    assert_lines(patterns, ended.out.splitlines())
-
-
-def assert_lines(patterns: list[re.Pattern[str]], lines: list[str]) -> None:
-    """Raise AssertionError unless each line has its pattern, none more and none less."""
-    for number, pattern in enumerate(patterns):
-        line = lines[number] if number < len(lines) else None
-        assert line is not None, f"missing: {pattern.pattern}\n" + "\n".join(lines)
-        assert pattern.fullmatch(line), f"{pattern.pattern}\n{line}\n" + "\n".join(lines)
-    assert len(lines) == len(patterns), "\n".join(lines)
-
-
-@pytest.mark.docs
-def test_the_runs_that_have_ended(tmp_path: Path) -> None:
-    """The third job was killed with its guardian: its workers are ended by `gc`."""
-    (tmp_path / "train.py").write_text("raise ValueError(1)\n")
-    (tmp_path / "eval.py").write_text("pass\n")
-    (tmp_path / "loop").mkdir()
-    (tmp_path / "loop/train.py").write_text("import time\ntime.sleep(600)\n")
-    script = f"""
-        cli() {{ {" ".join(CLI)} "$@"; }}
-        cd loop
-        {" ".join(CLI)} run --rdzv-id=9b1e77aa train.py 2>/dev/null & job=$!
-        cd ..
-        until ls state/elastic_aio/runs/*/run.json >/dev/null 2>&1; do sleep 0.05; done
-        kill -KILL $job
-        wait $job
-        until ! cli ps | grep -q running; do sleep 0.05; done
-        cli run --rdzv-id=4f7c1d20 eval.py 2>/dev/null
-        cli run --rdzv-id=my-run --max-restarts=3 --restart-delay=0 train.py 2>/dev/null
-        cli ps -a
-    """
-    env: dict[str, str | None] = {"XDG_STATE_HOME": str(tmp_path / "state")}
-    ended = run_program(["bash", "-c", script], cwd=tmp_path, env=env)
-    shown = block_of("finished-runs.md", "$ aio-elastic ps -a").text.splitlines()[1:]
-    names = {
-        "gpu-3": re.escape(os.uname().nodename),
-        "4f7c1d20": "4f7c1d20",
-        "9b1e77aa": "9b1e77aa",
-    }
-    assert_lines([pattern_of(line, **names) for line in shown], ended.out.splitlines())
 
 
 @pytest.mark.docs

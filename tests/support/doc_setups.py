@@ -135,6 +135,8 @@ SETUPS: dict[tuple[str, str], Setup] = {
             # Outside of a terminal they want the job by its name.
             "signal USR1 ": "signal my-run USR1 ",
             "aio-elastic restart ": "aio-elastic restart my-run ",
+            "aio-elastic reload ": "aio-elastic reload my-run ",
+            "aio-elastic scale ": "aio-elastic scale my-run ",
             "aio-elastic preempt ": "aio-elastic preempt --deadline 60 my-run ",
             "aio-elastic stop\n": "aio-elastic stop my-run\n",
             # 2: it is over before.
@@ -142,7 +144,7 @@ SETUPS: dict[tuple[str, str], Setup] = {
             "test $code = 85 -o $code = 2 #",
         },
         after="kill $serve; wait\n",
-        **{**MY_RUN, "beside_end": ""},
+        **{**MY_RUN, "beside": JOB.format(options="--redirects 3 --restart-scope worker")},
         prints=("my-run...running...", "ready"),
     ),
     ("control.md", "list_jobs()"): Setup(**MY_RUN, prints=("... my-run", "running")),
@@ -151,6 +153,7 @@ SETUPS: dict[tuple[str, str], Setup] = {
         **MY_RUN,
         replaced={"PID-NAME.sock": '"$(ls "$XDG_RUNTIME_DIR/elastic_aio" | grep sock$)"'},
     ),
+    ("embed.md", "import uvicorn"): Setup(needs="uvicorn"),
     ("embed.md", "sys.exit(3)"): Setup(prints=("3 rank ... exit code 3",)),
     ("embed.md", "asyncio.timeout(1)"): Setup(prints=("stopped after one second",)),
     ("embed.md", 'agent.stop(reason="enough")'): Setup(prints=("... was stopped: enough",)),
@@ -318,6 +321,18 @@ SETUPS: dict[tuple[str, str], Setup] = {
     ("servers.md", "alive={"): Setup(before="from elastic_aio import LaunchSpec\n"),
     ("servers.md", "sockets=["): Setup(before="from elastic_aio import LaunchSpec\n"),
     ("servers.md", "--socket http="): Setup(is_dry=True),
+    ("services.md", "aio-elastic up jobs.toml "): Setup(
+        files={"jobs.toml": "@[children.mailer]"},
+        replaced={
+            "aio-elastic up jobs.toml ": "sed -i s/18081/$PORT/\\;s/18082/$PORT2/g jobs.toml\n"
+            "aio-elastic up jobs.toml & job=$!\n"
+            'until aio-elastic status $job 2>/dev/null | grep -q "api.*yes"; do sleep 0.1; done #',
+            "aio-elastic logs -f ": "aio-elastic logs -f & #",
+            " JOB": " $job",
+        },
+        after="aio-elastic stop $job; wait || true\n",
+        prints=("api ...running...yes...",),
+    ),
     ("simulation.md", 'never_on=[3])\nspec = LaunchSpec("train.py", nnodes=2'): Setup(
         prints=("... s, all 100 restarts are used up...",)
     ),
