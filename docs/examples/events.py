@@ -50,6 +50,11 @@ print(
 )  # a: start 1: 2 workers of x.py
 
 # %%
+from elastic_aio import ChildRemoved
+
+print(ChildRemoved(child="a", name="b").sentence)  # a: b is removed
+
+# %%
 from elastic_aio import ChildRestarting
 
 print(

@@ -1,8 +1,9 @@
 """Notifies systemd about a job that is a service (`Type=notify`): sd_notify(3).
 
 READY when all workers of this node run for the first time, STATUS at each event that is
-printed, STOPPING at the end, WATCHDOG while the event loop runs.  A node that waits for others
-extends the time that systemd gives a service to start: a round may form much later.
+printed, STOPPING when a signal stops the job and at its end, WATCHDOG while the event loop runs.
+A node that waits for others extends the time that systemd gives a service to start: a round may
+form much later.
 
 The variables are removed from the environment, as sd_notify(3) does on request: a worker that
 inherited them would speak for the service.
