@@ -188,7 +188,12 @@ class Entrypoint:
             return {}
         from elastic_aio.process.calls import read_call_result
 
-        return {rank: await read_call_result(result) for rank, result in self._results.items()}
+        limits = self._spec.limits
+        is_foreign = limits is not None and limits.user is not None
+        return {
+            rank: await read_call_result(result, is_foreign=is_foreign)
+            for rank, result in self._results.items()
+        }
 
     async def forget_results(self) -> None:
         results, self._results = [*self._results.values()], {}

@@ -312,11 +312,12 @@ def _main_script() -> tuple[str | None, str | None] | None:
 # ---------------------------------------------------------------------- the result
 
 
-async def read_call_result(descriptor: int) -> CallResult:
+async def read_call_result(descriptor: int, *, is_foreign: bool = False) -> CallResult:
     """Read a worker's result; never fails.
 
     A pickle imports modules and runs the user's code, so a thread reads one result at a time. If
-    the code blocks for ever or exits, there is no value, but a `problem`.
+    the code blocks for ever or exits, there is no value, but a `problem`. That of a foreign worker,
+    which runs as another user, is read as data only.
 
     Cancellation: leaves the thread running and the descriptor as it was.  Idempotent.
     """
@@ -324,15 +325,15 @@ async def read_call_result(descriptor: int) -> CallResult:
     sys.modules.setdefault("__mp_main__", sys.modules["__main__"])
     _, is_plain, length = bootstrap.read_header(descriptor)
     if is_plain:
-        return _read(descriptor)
+        return _read(descriptor, is_foreign)
     try:
         own = os.dup(descriptor)  # the caller may close its own while the thread still reads
     except OSError:
-        return _read(descriptor)
+        return _read(descriptor, is_foreign)
     seconds = _PATIENCE_S + length / _BYTES_PER_S
     try:
         async with asyncio.timeout(seconds):
-            return await run_in_thread(_read_and_close, own, daemon=True)
+            return await run_in_thread(_read_and_close, own, is_foreign, daemon=True)
     except TimeoutError:
         problem = f"its value is not unpickled within {seconds:.3g} s"
         return CallResult(bootstrap.VALUE, problem=problem)
@@ -349,16 +350,16 @@ async def close_results(descriptors: Sequence[int]) -> None:
         await run_in_thread(_close_all, list(descriptors))
 
 
-def _read_and_close(descriptor: int) -> CallResult:
+def _read_and_close(descriptor: int, is_foreign: bool) -> CallResult:
     try:
-        return _read(descriptor)
+        return _read(descriptor, is_foreign)
     finally:
         os.close(descriptor)
 
 
-def _read(descriptor: int) -> CallResult:
+def _read(descriptor: int, is_foreign: bool) -> CallResult:
     try:
-        return _call_result(*bootstrap.read_result(descriptor))
+        return _call_result(*bootstrap.read_result(descriptor, is_foreign=is_foreign))
     except BaseException as error:  # noqa: BLE001  # unpickling runs code of the user's
         reason = one_line(bootstrap.describe_error(error)[: interpreter.MESSAGE_MAX])
         return CallResult(bootstrap.VALUE, problem=f"its value cannot be unpickled here: {reason}")

@@ -126,8 +126,11 @@ def _write_result(descriptor: int, kind: int, content: Any) -> None:
     os.pwrite(descriptor, header, 0)
 
 
-def read_result(descriptor: int) -> tuple[int, Any]:
+def read_result(descriptor: int, *, is_foreign: bool = False) -> tuple[int, Any]:
     """Return the kind of a result and its content; `NOTHING` if it was cut short.
+
+    Of a foreign worker, which runs as another user, the pickle is data only: it refers to no class
+    and no function, whose call would be code of that user here.
 
     BaseException: any error of unpickling the value, or the worker has damaged it.
     """
@@ -137,7 +140,14 @@ def read_result(descriptor: int) -> tuple[int, Any]:
     if plain:
         size = min(length, _PLAIN_MAX + 1)
         return kind, load_plain(os.pread(descriptor, size, _HEADER))
-    return kind, _pickle_module().Unpickler(_Content(descriptor, length)).load()
+    unpickler: Any = _pickle_module().Unpickler
+
+    class DataUnpickler(unpickler):  # type: ignore[misc]  # the class is that of the interpreter
+        def find_class(self, module: str, name: str) -> Any:
+            problem = "a worker of another user (limits.user) returns plain values only"
+            raise ValueError(f"{problem} (got {module}.{name})")
+
+    return kind, (DataUnpickler if is_foreign else unpickler)(_Content(descriptor, length)).load()
 
 
 def read_header(descriptor: int) -> tuple[int, bool, int]:

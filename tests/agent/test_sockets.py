@@ -124,6 +124,37 @@ async def test_a_worker_runs_as_another_user(tmp_path: Path) -> None:
     assert "0" not in groups.split()
 
 
+class CallsHere:
+    """A value whose pickle calls a function of the process that reads it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (os.environ["TEST_CALLED"],)
+
+
+def give(value: str) -> object:
+    plain = {"list": [1, 2.5, None, (b"x" * 70_000, {"y"})]}
+    return CallsHere() if value == "call" else plain
+
+
+@pytest.mark.parametrize("value", ["plain", "call"])
+async def test_a_value_of_another_user_is_data_only(
+    value: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Reading it runs no code of that user in the launcher, which may be root."""
+    monkeypatch.setattr(worker_setup, "find_account", lambda _: Account({}))
+    called = tmp_path / "called"
+    spec = LaunchSpec(
+        give, args=[value], limits=LimitSpec(user="daemon"), env={"TEST_CALLED": str(called)}
+    )
+    if value == "plain":
+        assert (await launch(spec)).return_values == {0: give(value)}
+        return
+    with pytest.raises(JobFailed, match="returns plain values only") as caught:
+        await launch(spec)
+    assert caught.value.result.exit_code == 1
+    assert not called.exists()
+
+
 @pytest.mark.parametrize(
     ("changes", "message", "code"),
     [

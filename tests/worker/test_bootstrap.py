@@ -98,9 +98,9 @@ async def test_only_small_values_are_read_in_the_event_loop(
     threads = []
     read_result = bootstrap.read_result
 
-    def read(descriptor: int) -> tuple[int, Any]:
+    def read(descriptor: int, **options: bool) -> tuple[int, Any]:
         threads.append(threading.current_thread())
-        return read_result(descriptor)
+        return read_result(descriptor, **options)
 
     monkeypatch.setattr(bootstrap, "read_result", read)
     for value in ([list(range(99))] * 9, [list(range(99))] * 99, [["y" * 4000] * 9] * 9):
