@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pkgutil
 import re
 import sys
@@ -22,12 +23,12 @@ PROGRAMS = {"elastic_aio.process.guard", "elastic_aio.worker.bootstrap_main"}
 """Executed by a guardian and by a worker, with arguments; the jobs below do so."""
 
 EXTRAS = {
-    "colors": "rich",
-    "functions": "cloudpickle",
-    "hangs": "py-spy",
-    "http": "starlette",
-    "mig": "nvidia-ml-py",
-    "redis": "redis",
+    "colors": {"rich"},
+    "functions": {"cloudpickle"},
+    "hangs": {"py-spy"},
+    "http": {"hypercorn", "starlette"},
+    "mig": {"nvidia-ml-py"},
+    "redis": {"redis"},
 }
 
 
@@ -58,6 +59,16 @@ def test_the_metadata_is_complete() -> None:
     assert project["urls"]
     assert all(url.startswith("https://") for url in project["urls"].values())
     assert project["license"] == "Apache-2.0"
+    assert PROJECT["build-system"]["requires"] == ["hatchling>=1.27"]  # PEP 639
+
+
+def test_the_commands_are_installed() -> None:
+    """Both, each with a function that is there; `.ci/release` runs them."""
+    commands = PROJECT["project"]["scripts"]
+    assert commands.keys() == {"aio-elastic", "aio-torchrun"}
+    for place in commands.values():
+        module, _, name = place.partition(":")
+        assert callable(getattr(importlib.import_module(module), name))
 
 
 def test_each_python_that_is_named_is_tested() -> None:
@@ -83,9 +94,9 @@ def test_each_extra_is_described_where_it_is_installed() -> None:
     page = (REPOSITORY / "docs/guides/first-job.md").read_text()
     assert set(re.findall(r"^\| `([a-z]+)` \| ", page, re.MULTILINE)) == extras
     assert extras == EXTRAS.keys() | {"examples"}
-    for extra, package in EXTRAS.items():
-        packages = PROJECT["project"]["optional-dependencies"][extra]
-        assert any(name.startswith(package) for name in packages), extra
+    for extra, packages in EXTRAS.items():
+        named = PROJECT["project"]["optional-dependencies"][extra]
+        assert {re.split(r"[<>=]", name)[0] for name in named} == packages, extra
     files = [*PACKAGE.rglob("*.py"), *REPOSITORY.glob("docs/**/*.md")]
     named = {
         extra
