@@ -52,6 +52,21 @@ def test_a_unit_ends_its_job_by_the_stop_plan(unit: Path) -> None:
 
 
 @all_units
+def test_a_unit_says_to_systemd_what_the_launcher_understands(unit: Path) -> None:
+    """The launcher notifies; the variables are known; a reload is a signal that it takes."""
+    found = settings(unit)
+    assert found["NotifyAccess"] == ["main"]
+    assert found["LogRateLimitIntervalSec"] == ["0"]
+    known = (EXAMPLES.parent / "docs/reference/worker-environment.md").read_text()
+    known += (EXAMPLES.parent / "docs/guides/control.md").read_text()
+    for variable in found["Environment"]:
+        name = variable.partition("=")[0]
+        assert f"`{name}`" in known or not name.startswith("ELASTIC_AIO"), name
+    reloads = found.get("ExecReload", []) == ["/bin/kill -HUP $MAINPID"]
+    assert reloads == ("--reload-on-hup" in found["ExecStart"][0])
+
+
+@all_units
 def test_the_command_of_a_unit_is_valid(
     unit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,6 +131,21 @@ def test_the_batch_script_is_valid() -> None:
     assert len(directives) == script.read_text().count("\n#SBATCH"), "a directive after a command"
 
 
+def test_the_batch_script_gives_time_to_save() -> None:
+    """The notice of Slurm leaves time for the deadline and the plan; the codes are ours."""
+    script = (EXAMPLES / "slurm.sbatch").read_text()
+    signal, seconds = re.findall(r"^#SBATCH --signal=(\w+)@(\d+)$", script, re.MULTILINE)[0]
+    assert f"--preempt-signal {signal} " in script
+    (deadline,) = re.findall(r"--preempt-deadline (\d+)", script)
+    assert int(deadline) + LaunchSpec(["true"]).stop.grace < int(seconds)
+    page = (EXAMPLES.parent / "docs/reference/exit-codes.md").read_text()
+    scheduler = page.partition("### For a scheduler")[2]
+    again = set(re.findall(r"^\| (\d+)(?:, \d+)* \| (?:yes|often)", scheduler, re.MULTILINE))
+    (tried,) = re.findall(r"=~ \^\(([\d|]+)\)", script)
+    assert {*tried.split("|"), "85"} == again - {"143"}
+    assert "[[ $code == 85 ]]" in script
+
+
 JOB_SET = {"replicatedJobs", "failurePolicy", "successPolicy", "network", "suspend"}
 FAILURE_POLICY = {"maxRestarts", "restartStrategy", "rules"}
 RULE = {"name", "action", "onJobFailureReasons", "targetReplicatedJobs"}
@@ -160,6 +190,10 @@ def check_job(job: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv(name, value)
     assert program == "aio-elastic"
     assert main([words[0], "--dry-run", *words[1:]]) == 0
+    if any(word.startswith("--http=") for word in words):
+        (port,) = container["ports"]
+        assert f"--http=0.0.0.0:{port['containerPort']}" in words
+        assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": port["name"]}
 
 
 def test_the_indexed_job_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
