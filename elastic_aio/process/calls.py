@@ -369,8 +369,17 @@ def _call_result(kind: int, content: Any) -> CallResult:
     if kind == bootstrap.VALUE:
         return CallResult(kind, value=content)
     if kind in (bootstrap.RAISED, bootstrap.RAISED_BASE):
-        message, traceback, timestamp = content
+        message, traceback, timestamp = _typed(content, str, str, float)
         return CallResult(kind, error=WorkerError(message, traceback, timestamp, ""))
     if kind in (bootstrap.UNPICKLABLE, bootstrap.EXITED):
-        return CallResult(kind, problem=content[0])
+        (problem, *_) = _typed(content[:1], str)
+        return CallResult(kind, problem=problem)
     return CallResult(kind)
+
+
+def _typed(content: Sequence[Any], *kinds: type) -> tuple[Any, ...]:
+    """Return what a worker has written, or raise ValueError: it has damaged it."""
+    parts = tuple(content)
+    if len(parts) != len(kinds) or not all(map(isinstance, parts, kinds)):
+        raise ValueError("its bytes are damaged")
+    return parts

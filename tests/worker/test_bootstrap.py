@@ -247,3 +247,17 @@ def test_a_false_length(form: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="damaged"):
         load_plain(form)
     assert read == []
+
+
+@pytest.mark.parametrize("kind", [bootstrap.RAISED, bootstrap.UNPICKLABLE, bootstrap.EXITED])
+@pytest.mark.parametrize("content", [(5, 6, 7), (None, None, None), [1], 7, (), ("m", "t")])
+async def test_a_result_of_other_types_is_damaged(result: int, kind: int, content: Any) -> None:
+    """A worker may write anything; the launcher reports it as its failure."""
+    form = bootstrap.dump_plain(content)
+    os.pwrite(result, bytes([kind, True]).ljust(8, b"\0") + len(form).to_bytes(8, "little"), 0)
+    os.pwrite(result, form, 16)
+    read = await read_call_result(result)
+    if kind != bootstrap.RAISED and content == ("m", "t"):
+        assert read.problem == "m"
+    else:
+        assert (read.error, "cannot be unpickled here" in read.problem) == (None, True)
