@@ -11,7 +11,9 @@ launcher (see `compat.torch.installation`) into every Python that the program st
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import sys
 from collections.abc import Sequence
 
 from elastic_aio.cli.options import print_error
@@ -44,6 +46,9 @@ def main_exec(argv: Sequence[str]) -> int:
     os.environ[_PID_VARIABLE] = str(os.getpid())
     names = "torch.distributed.run, .launcher or .elastic"
     print_error("exec", f"what {program[0]} launches by {names} runs in elastic_aio", 0)
+    if sys.stdout is not None:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()  # what a `sitecustomize` has printed
     try:
         os.execvp(program[0], program)
     except OSError as error:

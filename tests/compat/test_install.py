@@ -164,7 +164,7 @@ def test_the_package_has_all_names_of_a_module(name: str) -> None:
 def run_exec(directory: Path, *words: object, before: str = "") -> Ended:
     """Run a program by `aio-elastic exec`, with the stand-in on the path."""
     paths = filter(None, [before, str(directory), str(REPOSITORY)])
-    env = {"PYTHONPATH": os.pathsep.join(paths)}
+    env = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": None}
     return run_program([*CLI, "exec", *map(str, words)], env=env)
 
 
