@@ -508,6 +508,7 @@ def test_queues_reach_closures_and_workers_of_workers(way: str, tmp_path: Path) 
     until_sync(lambda: not leaked_processes())
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11, 5), reason="multiprocessing checks it since 3.11.5")
 @pytest.mark.parametrize("way", ["spawn", "forkserver"])
 async def test_objects_of_another_context_are_refused(way: Any) -> None:
     """Before anything starts, naming the argument."""
