@@ -2,12 +2,14 @@
 
 The pages of docs/ are copied with generated ones (`stage.py`) to a temporary directory, of which
 Sphinx makes HTML.  Every warning, every name that cannot be resolved, and every link within the
-site that leads nowhere is an error.
+site that leads nowhere is an error.  With `--versions` the directory has a site of each released
+version beside that of the working tree (`versions.py`).
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -15,12 +17,19 @@ from pathlib import Path
 from docs.site.links import dead_links
 from docs.site.names import ROOT
 from docs.site.stage import external_links, stage
+from docs.site.versions import DEV, build_versions
+from elastic_aio import __version__
 
 
 def main() -> int:
     """Build the site; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m docs.site", description="Build the site.")
     parser.add_argument("directory", nargs="?", default="site", help="output (default: site)")
+    parser.add_argument(
+        "--versions",
+        action="store_true",
+        help="build the working tree as `dev` and each tag v* beside it, unless it is there",
+    )
     parser.add_argument(
         "--external-links",
         action="store_true",
@@ -31,22 +40,39 @@ def main() -> int:
         print("\n".join(external_links()))
         return 0
     try:
-        from sphinx.cmd.build import build_main
+        import sphinx  # noqa: F401
     except ImportError as error:
         sys.exit(f"{error}: the extra `docs` is missing (pip install '.[docs]')")
+    directory = Path(chosen.directory).resolve()
     try:
-        Path(chosen.directory).mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"directory: cannot be made: {error.strerror} (got {chosen.directory!r})")
-    with tempfile.TemporaryDirectory(prefix="elastic_aio-docs.") as directory:
-        source = Path(directory) / "source"
-        stage(source)
-        words = ["-q", "-n", "-W", "--keep-going", "-E", "-b", "dirhtml"]
-        conf = ["-c", str(ROOT / "docs/site"), "-d", f"{directory}/doctrees"]
-        code: int = build_main([*words, *conf, str(source), chosen.directory])
-    if dead := list(dead_links(Path(chosen.directory).resolve())):
+    try:
+        code = build_versions(directory, ROOT, _build_dev) if chosen.versions else build(directory)
+    except subprocess.CalledProcessError as error:
+        parser.error(f"--versions: git failed with exit code {error.returncode} (got {error.cmd})")
+    if dead := list(dead_links(directory)):
         print("dead links:", *dead, sep="\n", file=sys.stderr)
     return code or bool(dead)
+
+
+def build(directory: Path, version: str = __version__) -> int:
+    """Build the site of the working tree; return the exit code of Sphinx."""
+    from sphinx.cmd.build import build_main
+
+    with tempfile.TemporaryDirectory(prefix="elastic_aio-docs.") as name:
+        source = Path(name) / "source"
+        stage(source)
+        words = ["-q", "-n", "-W", "--keep-going", "-E", "-b", "dirhtml"]
+        words += ["-c", str(ROOT / "docs/site"), "-d", f"{name}/doctrees"]
+        words += ["-D", f"html_title=elastic_aio {version}"]
+        code: int = build_main([*words, str(source), str(directory)])
+        return code
+
+
+def _build_dev(directory: Path) -> int:
+    return build(directory, f"{DEV} ({__version__})")
 
 
 if __name__ == "__main__":

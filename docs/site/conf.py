@@ -22,6 +22,17 @@ myst_heading_anchors = 6
 
 html_theme = "furo"
 html_title = f"elastic_aio {release}"
+templates_path = [str(Path(__file__).parent / "templates")]
+html_sidebars = {
+    "**": [
+        "sidebar/brand.html",
+        "sidebar/versions.html",
+        "sidebar/search.html",
+        "sidebar/scroll-start.html",
+        "sidebar/navigation.html",
+        "sidebar/scroll-end.html",
+    ]
+}
 html_static_path = [str(Path(__file__).parent / "static")]
 html_css_files = ["site.css"]
 html_js_files = ["cast.js"]
