@@ -1,14 +1,16 @@
 """The tables of docs/reference, from what the code knows: `python -m docs.site.reference`.
 
-A field of a spec says its default and, in its docstring, its meaning; an option its help; a key of
-`--rdzv-conf` its least value; an event its fields; `WorkerContext`
+A field of a spec says its default and, in its docstring, its meaning; an option of any command its
+help; a key of `--rdzv-conf` its least value; an event its fields; `WorkerContext`
 the variables of a worker.  The pages say in which table each stands, and
 in which order.  `SEE` adds the links that a docstring cannot have.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -23,15 +25,19 @@ import msgspec
 import elastic_aio
 from docs.site.names import ROOT
 from elastic_aio import GroupSpec, LaunchSpec, SignalSpec, StopStep, TlsSpec
+from elastic_aio.cli import COMMANDS, USAGE
+from elastic_aio.cli import main as run_command
+from elastic_aio.cli.parser import OptionParser
 from elastic_aio.cli.run_options import RUN_OPTIONS
+from elastic_aio.cli.store_options import add_store_options
 from elastic_aio.outcome import signal_name
-from elastic_aio.spec.checks import checked_bool
+from elastic_aio.spec.checks import OneOf, checked_path
 from elastic_aio.spec.fields import REQUIRED, ConfKey, SpecValue, part_of, spec_fields
 from elastic_aio.spec.job import NodeRange
 from elastic_aio.spec.limits import LimitSpec
 from elastic_aio.spec.logs import StdMap
 from elastic_aio.spec.probe import Exec, Http, LogMatch, PolledProbe, Tcp
-from elastic_aio.spec.rendezvous import EngineSpec, RendezvousSpec
+from elastic_aio.spec.rendezvous import ENGINE_ENTRIES, EngineSpec, RendezvousSpec
 from elastic_aio.spec.sockets import SocketSpec
 from elastic_aio.status import Event
 from elastic_aio.value import Value
@@ -62,10 +68,13 @@ SEE = {
     "--restart-scope": "[trees.md](../guides/trees.md)",
     "--torchrun-defaults": "[torchrun's defaults](torchrun-parity.md#defaults-that-differ)",
     "--numa-binding": "[CPUs](#cpus)",
+    "--ready": "[probes](spec.md#probes)",
     "--no-capture": "[failures.md](../guides/failures.md#captured-standard-error)",
     "--log-max-bytes": "[logs.md](../guides/logs.md#how-much-is-kept)",
     "--no-control": "[control.md](../guides/control.md)",
     "--no-record": "[finished-runs.md](../guides/finished-runs.md)",
+    "ps --all": "[finished-runs.md](../guides/finished-runs.md)",
+    "stop --kill": "[which processes](../guides/control.md#the-socket)",
 }
 """Where a reader finds more, by the field or the option."""
 
@@ -181,26 +190,34 @@ def with_spec_tables(text: str) -> str:
 
 
 _DEFAULT = re.compile(r" \(default:? ([^()]*)\)")
-_OPTION_ROW = re.compile(r"^\| (?:`-\w`, )?`--([\w-]+)[^|]*\| (.*?) \| (.*) \|$", re.MULTILINE)
+_OPTION_ROW = re.compile(r"^\| (?:`-\w`, )?`--([\w-]+)[^|]*\|(?: .*?)? \| .* \|$", re.MULTILINE)
 
 
 def option_row(name: str) -> str:
     """Return the row of an option of `aio-elastic run`: from its help."""
     (option,) = [each for each in RUN_OPTIONS if each.name == name]
-    defaults = _DEFAULT.findall(option.help)
-    text = _DEFAULT.sub("", option.help) if len(defaults) == 1 else option.help
-    default = defaults[0] if len(defaults) == 1 else "as it says" if defaults else ""
     short = f"`{option.short}`, " if option.short else ""
     usage = f"`--{name} {option.metavar}`" if option.metavar else f"`--{name}`"
     marked = " P" if option.has_variable else ""
-    cells = [_quoted(_with_link(text, f"--{name}")), _quoted(default)]
-    return f"| {short}{usage}{marked} | {_cell(cells[1])} | {_cell(cells[0])} |"
+    return _help_row(f"{short}{usage}{marked}", option.help, f"--{name}")
+
+
+def _help_row(names: str, help_: str, see: str) -> str:
+    """Return a row: a default that stands in the help has a column of its own."""
+    defaults = _DEFAULT.findall(help_)
+    text = _DEFAULT.sub("", help_) if len(defaults) == 1 else help_
+    default = defaults[0] if len(defaults) == 1 else "as it says" if defaults else ""
+    cells = [_quoted(_with_link(text, see)), _quoted(default)]
+    return f"| {names} | {_cell(cells[1])} | {_cell(cells[0])} |".replace("|  |", "| |")
 
 
 def _quoted(text: str) -> str:
     """Return a help with its quoted words, and its options, as code."""
-    text = re.sub(r"(?<![\w`])'([^' ]+)'", r"`\1`", text)
-    return re.sub(r"(?<![\w`/-])(--[a-z][\w-]+)(?!`)", r"`\1`", text)
+    parts = re.split(r"(`[^`]*`)", text)
+    for index in range(0, len(parts), 2):  # what is no code yet
+        quoted = re.sub(r"(?<!\w)'([^' ]+)'", r"`\1`", parts[index])
+        parts[index] = re.sub(r"(?<![\w`/-])(--[a-z][\w-]+)(?!`)", r"`\1`", quoted)
+    return "".join(parts)
 
 
 def with_option_tables(text: str) -> str:
@@ -215,9 +232,88 @@ def with_option_tables(text: str) -> str:
     return text[:begin] + _OPTION_ROW.sub(row, text[begin:end]) + text[end:]
 
 
+_OPTIONS_HEAD = "| option | default | meaning |\n|---|---|---|\n"
+_SHARED = {
+    "run": "as for [`aio-elastic run`](#aio-elastic-run)",
+    "store": "see [options of a store](#options-of-a-store)",
+}
+"""Rows of options that several commands have, by where they are described."""
+
+
+def command_options(*words: str) -> list[argparse.Action]:
+    """Return the options of a command, from the parser that prints its help."""
+    captured = OptionParser.captured = []
+    try:
+        with contextlib.suppress(SystemExit):  # argparse, after the help
+            run_command([*words, "--help"])
+    finally:
+        OptionParser.captured = None
+    actions = [action for parser in captured for action in parser._actions]
+    return [action for action in actions if action.option_strings and action.dest != "help"]
+
+
+def _store_options() -> list[argparse.Action]:
+    parser = OptionParser(add_help=False)
+    add_store_options(parser)
+    return parser._actions
+
+
+def options_table(words: tuple[str, ...], options: list[argparse.Action]) -> str:
+    """Return the table of a command; options that are described elsewhere share a row each."""
+    shared = {f"--{option.name}": ("run", option.help) for option in RUN_OPTIONS}
+    if words != ("store",):
+        shared |= {
+            action.option_strings[0]: ("store", action.help or "") for action in _store_options()
+        }
+    rows, elsewhere = "", dict.fromkeys(_SHARED, "")
+    for action in options:
+        *_, name = names = [each for each in action.option_strings if "_" not in each]
+        place, help_ = shared.get(name, ("", ""))
+        if words and place and help_ == action.help:
+            elsewhere[place] += f", `{name}`"
+            continue
+        metavar = action.metavar or action.dest.upper()
+        names[-1] += f" {metavar}" if action.nargs != 0 else ""
+        shown = ", ".join(f"`{each}`" for each in names)
+        text = " ".join((action.help or "").split()).replace("%%", "%")
+        rows += _help_row(shown, text, f"{' '.join(words)} {name}") + "\n"
+    for place, names_ in elsewhere.items():
+        rows += f"| {names_.removeprefix(', ')} | | {_SHARED[place]} |\n" if names_ else ""
+    return _OPTIONS_HEAD + rows
+
+
+def with_command_tables(text: str) -> str:
+    """Return docs/reference/command-line.md with the options of each command as its parser has."""
+    places = {("store", "ping"): "### aio-elastic store ping", (): "## Options of a store"}
+    places |= {(name,): f"## aio-elastic {name}" for name in COMMANDS}
+    for words, heading in places.items():
+        options = command_options(*words) if words else _store_options()
+        begin = text.index(f"\n{heading}\n")
+        end = next(re.compile(r"\n##|\Z").finditer(text, begin + 2)).start()
+        section = text[begin:end]
+        has_table = section.count(_OPTIONS_HEAD)
+        assert has_table == bool(options), f"{heading}: {has_table} tables of options"
+        if options:
+            head, _, rest = section.partition(_OPTIONS_HEAD)
+            rest = re.sub(r"\A(?:\|.*(?:\n|\Z))*", "", rest)
+            text = text[:begin] + head + options_table(words, options) + rest + text[end:]
+    return text
+
+
+def with_usage(text: str) -> str:
+    """Return docs/reference/command-line.md with the commands as `aio-elastic --help` has them."""
+    usage = USAGE.partition("\n\n")[0].replace("usage: ", "       ")
+    lines = [*inspect.cleandoc(usage).splitlines()]
+    lines.append(
+        "python -m elastic_aio.launch [--use-env] [options] script [arguments of the script]"
+    )
+    block = re.compile(r"(?<=^```\n)aio-elastic run .*?(?=^```$)", re.MULTILINE | re.DOTALL)
+    return block.sub(lambda _: "".join(f"{line}\n" for line in lines), text, count=1)
+
+
 _KEYS = {
     each.option.name: (owner, name, each)
-    for owner in (RendezvousSpec, TlsSpec)
+    for owner in (RendezvousSpec, TlsSpec, EngineSpec)
     for name, each in spec_fields(owner).items()
     if isinstance(each.option, ConfKey)
 }
@@ -228,15 +324,24 @@ def key_row(key: str) -> str:
     owner, name, described = _KEYS[key]
     option = described.option
     assert isinstance(option, ConfKey)
-    is_switch = described.check is checked_bool
-    values = "true, false" if is_switch else "text"
+    values = "text"
     if option.least is not None:
         values = f"{option.least} or more"
-    default = option.default or str(described.default).lower()
+    elif isinstance(described.check, OneOf):
+        values = ", ".join(described.check.accepted)
+    elif described.check is checked_path:
+        values = "a path"
+    elif "bool" in owner.__annotations__[name]:
+        values = "true, false"
+    default = option.default.partition("; or ")[0] or str(described.default).lower()
     if isinstance(described.default, float) and not option.default:
         default = f"{described.default:g}"
     default = _quoted("" if default == "none" else default)
-    return f"| `{key}` | {default} | {values} | {_cell(field_docs(owner)[name])} |"
+    text = field_docs(owner)[name]
+    if owner is EngineSpec:
+        engines = [each for each in ENGINE_ENTRIES if name in each.settings] or ENGINE_ENTRIES
+        text = f"{', '.join(f'`{each.names[0]}`' for each in engines)}: {text}"
+    return f"| `{key}` | {default} | {values} | {_cell(text)} |".replace("|  |", "| |")
 
 
 def with_key_table(text: str) -> str:
@@ -292,7 +397,9 @@ def with_worker_variables(text: str) -> str:
 
 PAGES: dict[str, Callable[[str], str]] = {
     "spec.md": with_spec_tables,
-    "command-line.md": lambda text: with_key_table(with_option_tables(text)),
+    "command-line.md": lambda text: with_key_table(
+        with_command_tables(with_option_tables(with_usage(text)))
+    ),
     "events.md": with_event_fields,
     "worker-environment.md": with_worker_variables,
 }

@@ -288,7 +288,10 @@ def main_ps(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object per job")
     parser.add_argument(
-        "-a", "--all", action="store_true", help="also the last runs that have ended, latest first"
+        "-a",
+        "--all",
+        action="store_true",
+        help="also the runs that have ended, 50 at most, latest first",
     )
     arguments = parser.parse_args(argv)
     jobs, now = find_jobs(), time.time()
@@ -362,11 +365,12 @@ def main_stop(argv: Sequence[str]) -> int:
         changes=True,
     )
     add_child(parser)
-    parser.add_argument("--signal", metavar="NAME", help="in place of the plan's first signal")
+    parser.add_argument("--signal", metavar="NAME", help="first signal (default: the plan's)")
     parser.add_argument(
         "--kill",
         action="store_true",
-        help="kill all processes at once, and a launcher that does not answer",
+        help="kill all processes at once; the launcher itself, if its agent refuses or does not"
+        " answer within 10 s",
     )
     parser.add_argument("--no-wait", action="store_true", help="return after the request")
     parser.add_argument(
@@ -488,7 +492,7 @@ def main_preempt(argv: Sequence[str]) -> int:
         "--deadline",
         type=lambda text: parse_seconds("--deadline", text, limit=1e9),
         metavar="SECONDS",
-        help="until the workers are stopped (default: that of the job)",
+        help="seconds until the workers are stopped (default: that of the job)",
     )
     parser.add_argument("--reason", default="", metavar="TEXT", help="for the events")
     arguments = parser.parse_args(argv)
@@ -569,7 +573,7 @@ def main_wait(argv: Sequence[str]) -> int:
         "--timeout",
         type=lambda text: parse_seconds("--timeout", text, is_positive=True, limit=1e9),
         metavar="SECONDS",
-        help="give up after this time (default: none)",
+        help="exit with 124 after this time (default: no limit)",
     )
     arguments = parser.parse_args(argv)
     job = choose_job(arguments.job)

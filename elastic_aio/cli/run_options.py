@@ -104,7 +104,7 @@ class RunRequest(SpecValue, prefix=""):
         default=False,
         own_option="--reload-on-hup",
         help="SIGHUP reloads the job in place of a stop: independent workers are replaced one after"
-        " the other, others are restarted",
+        " the other, others are restarted; `aio-elastic up` reads its file again first",
     )
     """Whether SIGHUP reloads the job; `reread` then returns the spec."""
     reread: Callable[[], Any] | None = field(default=None)

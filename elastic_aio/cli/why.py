@@ -61,7 +61,8 @@ def main_why(argv: Sequence[str]) -> int:
         "--from",
         dest="file",
         metavar="FILE",
-        help="of the last run in a file that `aio-elastic run --events FILE` has written",
+        help="of the last run in a file that `aio-elastic run --events FILE` has written; the job"
+        " may be over",
     )
     arguments = parser.parse_args(argv)
     if arguments.file is not None and arguments.job is not None:

@@ -251,7 +251,8 @@ class SpecValue:
             delattr(cls, name)
             each.is_alike |= alike
             if isinstance(each.option, ConfKey):
-                each.option.name = f"{prefix}{name}".removeprefix("rendezvous.").replace(".", "_")
+                place = f"{prefix}{name}".removeprefix("rendezvous.").removeprefix("engine.")
+                each.option.name = place.replace(".", "_")
             if each.option is not None:
                 each.label = each.option.label
         cls.__spec_fields__ = {**cls.__spec_fields__, **found}

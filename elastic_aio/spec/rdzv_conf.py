@@ -16,10 +16,10 @@ from elastic_aio.spec.checks import (
     parse_switch,
     read_token,
 )
-from elastic_aio.spec.fields import ConfKey, spec_fields
+from elastic_aio.spec.fields import ConfKey, Field, SpecValue, spec_fields
 from elastic_aio.spec.rendezvous import (
+    ENGINE_ENTRIES,
     ENGINES,
-    RETENTION_MIN,
     EngineEntry,
     EngineSpec,
     RendezvousSpec,
@@ -27,20 +27,26 @@ from elastic_aio.spec.rendezvous import (
 from elastic_aio.spec.tls import TlsSpec
 from elastic_aio.text import did_you_mean
 
-_FIELDS: Final = {
-    each.option.name: each
-    for each in spec_fields(RendezvousSpec).values()
-    if isinstance(each.option, ConfKey)
-}
-"""Fields of `RendezvousSpec` by their keys."""
 
-TLS: Final = tuple(f"tls_{name}" for name in spec_fields(TlsSpec))
+def conf_fields(owner: type[SpecValue]) -> dict[str, Field]:
+    """Return the fields of a class that are keys of `--rdzv-conf`, by their keys."""
+    found = spec_fields(owner).values()
+    return {each.option.name: each for each in found if isinstance(each.option, ConfKey)}
+
+
+_FIELDS: Final = conf_fields(RendezvousSpec)
+_ENGINE_FIELDS: Final = conf_fields(EngineSpec)
+
+TLS: Final = tuple(conf_fields(TlsSpec))
 """Keys of `TlsSpec`."""
 
 _STATIC_TIMEOUT: Final = "900"
 """Seconds; torchrun's default for its static backend."""
 
-ENGINE: Final = ("user", "key_prefix", "retention", "password_file")
+ENGINE: Final = (
+    *(_ENGINE_FIELDS.keys() - {name for entry in ENGINE_ENTRIES for name in entry.settings}),
+    "password_file",
+)
 """Keys of `EngineSpec` that all engines have, and the file with the password."""
 
 _OPTION_OF_PARAMETER: Final = {
@@ -52,7 +58,7 @@ _OPTION_OF_PARAMETER: Final = {
     "local_addr": "--local-addr",
 }
 
-_WITHOUT_EFFECT: Final = {
+WITHOUT_EFFECT: Final = {
     "keep_alive_interval": "heartbeat_timeout sets after how long an unreachable node is lost",
     "keep_alive_max_attempt": "heartbeat_timeout sets after how long an unreachable node is lost",
     "rank": "--node-rank sets the rank",
@@ -63,7 +69,7 @@ _QUOTES: Final = ("'", '"')
 # Up to a comma outside of quotes.
 _PART: Final = re.compile(r"""(?:^|(?<=,))(?:[^,=]*=\s*(?:"[^"]*"|'[^']*')\s*(?=,|$)|[^,]*)""")
 
-_KNOWN: Final = frozenset({*_FIELDS, *TLS, *_WITHOUT_EFFECT, "store_type", "timeout", "token_file"})
+_KNOWN: Final = frozenset({*_FIELDS, *TLS, *WITHOUT_EFFECT, "store_type", "timeout", "token_file"})
 
 
 class Conf(Struct, frozen=True):
@@ -119,10 +125,10 @@ def parse_conf(text: str, backend: str) -> Conf:
         if key in _OPTION_OF_PARAMETER:
             raise UsageError(f"--rdzv-conf: {key} is set by {_OPTION_OF_PARAMETER[key]}")
         if key in _FIELDS:
-            settings[key] = _field_value(key, value)
-        elif key in _WITHOUT_EFFECT:
+            settings[key] = _field_value(_FIELDS[key], value)
+        elif key in WITHOUT_EFFECT:
             parse_number(f"--rdzv-conf: {key}", value, least=0 if key == "rank" else 1)
-            warnings.append(f"--rdzv-conf: {key} has no effect: {_WITHOUT_EFFECT[key]}")
+            warnings.append(f"--rdzv-conf: {key} has no effect: {WITHOUT_EFFECT[key]}")
     tls: dict[str, Any] = {}
     engine: dict[str, Any] = {}
     if (entry := ENGINES.get(backend)) is not None:
@@ -145,12 +151,11 @@ def parse_conf(text: str, backend: str) -> Conf:
     return Conf(settings, tls, engine, *files, pairs, tuple(warnings))
 
 
-def _field_value(key: str, text: str) -> object:
-    described = _FIELDS[key]
-    if isinstance(described.option, ConfKey) and described.option.least is not None:
-        return _seconds(key, text, described.option.least)
-    is_switch = described.check is checked_bool
-    return parse_switch(f"--rdzv-conf: {key}", text) if is_switch else text
+def _field_value(described: Field, text: str) -> object:
+    option = described.option
+    if isinstance(option, ConfKey) and option.least is not None:
+        return _seconds(option.name, text, option.least)
+    return parse_switch(described.label, text) if described.check is checked_bool else text
 
 
 def _unknown(pairs: Mapping[str, str], known: Collection[str]) -> list[str]:
@@ -162,11 +167,8 @@ def _unknown(pairs: Mapping[str, str], known: Collection[str]) -> list[str]:
 
 
 def _engine(pairs: Mapping[str, str], entry: EngineEntry) -> dict[str, Any]:
-    names = ("user", "key_prefix", *entry.settings)
-    fields: dict[str, Any] = {name: pairs[name] for name in names if name in pairs}
-    if "retention" in pairs:
-        fields["retention"] = _seconds("retention", pairs["retention"], RETENTION_MIN)
-    return fields
+    names = pairs.keys() & _ENGINE_FIELDS.keys() & {*ENGINE, *entry.settings}
+    return {name: _field_value(_ENGINE_FIELDS[name], pairs[name]) for name in names}
 
 
 def _engine_tls(pairs: Mapping[str, str], entry: EngineEntry) -> dict[str, Any]:

@@ -92,15 +92,17 @@ RETENTION_MIN: Final = 60
 class EngineSpec(SpecValue, prefix="engine."):
     """The user and the keys of a job on an engine."""
 
-    user: str | None = field(default=None, check=checked_text)
+    user: str | None = field(default=None, check=checked_text, key=ConfKey())
     """User of the engine; None for none."""
     password: str | None = field(default=None, check=checked_text, hidden=True)
     """The user's password."""
-    sentinel: str | None = field(default=None, check=checked_text)
+    sentinel: str | None = field(default=None, check=checked_text, key=ConfKey())
     """Name of the master that the endpoints, Redis Sentinels, know; None: they are servers."""
-    key_prefix: str = field(default="/rendezvous", check=checked_text)
+    key_prefix: str = field(default="/rendezvous", check=checked_text, key=ConfKey())
     """Precedes the keys of all jobs: two clusters that share an engine need different ones."""
-    retention: float = field(default=86400.0, check=Seconds(at_least=RETENTION_MIN))
+    retention: float = field(
+        default=86400.0, check=Seconds(at_least=RETENTION_MIN), key=ConfKey(least=RETENTION_MIN)
+    )
     """Seconds after which the keys of a job are removed that has ended, or lost all nodes."""
 
     def _check(self) -> None:
