@@ -120,7 +120,7 @@ def docstring_lines(lines: list[str], owner: str) -> list[str]:
             found.extend(inline("\n".join(paragraph), owner).split("\n"))
             paragraph.clear()
 
-    for line in lines:
+    for line in "\n".join(lines).split("\n"):  # napoleon leaves several lines of `:raises:` in one
         indent = len(line) - len(line.lstrip())
         if literal is not None and line.strip() and indent <= literal:
             literal = None

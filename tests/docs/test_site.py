@@ -74,6 +74,15 @@ def test_a_cancellation_is_a_section() -> None:
 
 
 @needs_sphinx
+def test_a_field_of_several_lines_is_shown_whole() -> None:
+    from docs.site.extension import docstring_lines
+
+    assert docstring_lines([":raises ValueError: a\n    `b`", ""], "") == [
+        ":raises ValueError: a", "    ``b``", ""
+    ]  # fmt: skip
+
+
+@needs_sphinx
 def test_names_in_docstrings() -> None:
     from docs.site.extension import exists, find_members, inline, resolved
 
