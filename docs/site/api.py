@@ -25,13 +25,17 @@ def write_pages(target: Path) -> None:
     (target / "index.rst").write_text("\n".join(index))
 
 
+_PYTHON = (".. highlight:: python", "")
+"""The literal blocks of docstrings are programs."""
+
+
 def _title(text: str, line: str = "=") -> list[str]:
     return [text, line * len(text), ""]
 
 
 def _main_page() -> str:
     names = {each.name: each for each in public_names() if each.package == "elastic_aio"}
-    lines = [*_title("elastic_aio"), ".. py:module:: elastic_aio", ""]
+    lines = [*_title("elastic_aio"), *_PYTHON, ".. py:module:: elastic_aio", ""]
     for kind, members in kinds().items():
         if kind == "events":
             continue
@@ -47,7 +51,7 @@ def _events_page() -> str:
         for each in public_names()
         if each.package == "elastic_aio" and (each.is_event or each.name not in elsewhere)
     ]
-    lines = [*_title("elastic_aio.events"), ".. py:module:: elastic_aio.events", ""]
+    lines = [*_title("elastic_aio.events"), *_PYTHON, ".. py:module:: elastic_aio.events", ""]
     lines += ["The fields of each event are also in :doc:`/reference/events`.", ""]
     ordered = sorted(names, key=lambda each: (each.name != "Event", each.name))
     return "\n".join([*lines, *_entries(ordered)])
@@ -55,7 +59,14 @@ def _events_page() -> str:
 
 def _page(package: str, names: Iterable[PublicName]) -> str:
     first = (importlib.import_module(package).__doc__ or "").partition("\n")[0]
-    lines = [*_title(package), f".. py:module:: {package}", "", f".. docsummary:: {first}", ""]
+    lines = [
+        *_title(package),
+        *_PYTHON,
+        f".. py:module:: {package}",
+        "",
+        f".. docsummary:: {first}",
+        "",
+    ]
     if package.startswith(TORCH):
         lines += ["What differs from torch: :doc:`/guides/migrate-from-torchrun`.", ""]
     return "\n".join([*lines, *_entries(names)])

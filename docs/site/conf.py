@@ -37,6 +37,8 @@ html_static_path = [str(Path(__file__).parent / "static")]
 html_css_files = ["site.css"]
 html_js_files = ["cast.js"]
 html_copy_source = False
+html_show_copyright = False
+highlight_language = "text"  # a block that names no language is none
 
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints = "signature"

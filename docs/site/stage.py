@@ -102,9 +102,10 @@ def toctrees(index: str) -> str:
     """Return the navigation: the pages in the order of the tables of docs/README.md."""
     found = ""
     for title, section in re.findall(
-        r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", index, re.MULTILINE | re.DOTALL
+        r"^###? ([^\n]+)\n(.*?)(?=^###? |\Z)", index, re.MULTILINE | re.DOTALL
     ):
-        pages = re.findall(r"^\|? ?[*]? ?\[.*?\]\((.+?)\.md\)", section, re.M)
+        rows = "".join(re.findall(r"^\|.*", section, re.MULTILINE))
+        pages = re.findall(r"\]\(([^()]+?)\.md\)", rows)
         pages = [page for page in pages if (DOCS / f"{page}.md").is_file()]
         pages = [page.removeprefix("../").lower() for page in pages]
         if title == "Reference":

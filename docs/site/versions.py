@@ -131,7 +131,7 @@ def with_versions(html: str, page: str, version: str, pages: Mapping[str, set[st
         f"<li>{f'<strong>{version}</strong>' if other == version else link(other, other)}</li>"
         for other in pages
     )
-    listed = f"<summary>Version {version}</summary><ul>{items}</ul>"
+    listed = f"<summary>Other versions</summary><ul>{items}</ul>"
     newest = newest_of(list(pages))
     banner = ""
     if version != newest:

@@ -49,6 +49,16 @@ def test_all_pages_of_the_command_are_in_the_navigation() -> None:
         assert f"\n{Path(path).relative_to(DOCS).with_suffix('')}\n" in listed
 
 
+def test_the_navigation_has_the_sections_of_the_start_page() -> None:
+    index = "# a\n\n## Guides\n\n### One\n\n| x, y | [logs.md](guides/logs.md) |\n\n### Two\n\n"
+    index += "| z | [trees.md](guides/trees.md), [store.md](guides/store.md) |\n"
+    found = toctrees(index)
+    one, two, more = re.findall(r":caption: (.*)\n\n((?:[^`\n].*\n)+)", found)
+    assert one == ("One", "guides/logs\n")
+    assert two == ("Two", "guides/trees\nguides/store\n")
+    assert more[0] == "More"
+
+
 def test_every_public_name_is_in_the_reference(tmp_path: Path) -> None:
     write_pages(tmp_path / "api")
     text = "".join(path.read_text() for path in (tmp_path / "api").glob("*.rst"))
