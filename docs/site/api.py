@@ -21,7 +21,9 @@ def write_pages(target: Path) -> None:
         (target / f"{package}.rst").write_text(_page(package, names))
     index = [*_title("API reference"), "Every public name, from its docstring and types, each with"]
     index += ["an example that the tests run.  Every other module is internal.", ""]
-    index += [".. toctree::", "   :maxdepth: 1", "", *(f"   {page}" for page in pages), ""]
+    index += [".. toctree::", "   :hidden:", "", *(f"   {page}" for page in pages), ""]
+    for page in pages:
+        index += [f":doc:`{page}`", f"   .. docsummary:: {_summary(page)}", ""]
     (target / "index.rst").write_text("\n".join(index))
 
 
@@ -58,18 +60,21 @@ def _events_page() -> str:
 
 
 def _page(package: str, names: Iterable[PublicName]) -> str:
-    first = (importlib.import_module(package).__doc__ or "").partition("\n")[0]
     lines = [
         *_title(package),
         *_PYTHON,
         f".. py:module:: {package}",
         "",
-        f".. docsummary:: {first}",
+        f".. docsummary:: {_summary(package)}",
         "",
     ]
     if package.startswith(TORCH):
         lines += ["What differs from torch: :doc:`/guides/migrate-from-torchrun`.", ""]
     return "\n".join([*lines, *_entries(names)])
+
+
+def _summary(package: str) -> str:
+    return (importlib.import_module(package).__doc__ or "").partition("\n")[0]
 
 
 def _entries(names: Iterable[PublicName]) -> list[str]:

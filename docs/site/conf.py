@@ -36,6 +36,7 @@ html_sidebars = {
 html_static_path = [str(Path(__file__).parent / "static")]
 html_css_files = ["site.css"]
 html_js_files = ["cast.js"]
+html_search_scorer = str(Path(__file__).parent / "scorer.js")
 html_copy_source = False
 html_show_copyright = False
 highlight_language = "text"  # a block that names no language is none
