@@ -96,7 +96,8 @@ def test_each_release_is_built_once_by_its_own_code(tmp_path: Path) -> None:
     repository, site = tmp_path / "repository", tmp_path / "site"
     make_repository(repository)
     release(repository, "0.0.1", {"README": "without a site"})
-    files = {"docs/site/__main__.py": BUILD, "docs/index.md": "# Start\n\n```{toctree}\nold\n```\n"}
+    files = {"docs/site/__init__.py": "", "docs/site/__main__.py": BUILD}
+    files |= {"docs/index.md": "# Start\n\n```{toctree}\nold\n```\n"}
     files |= {"docs/old.md": "# Old\n", "docs/conf.py": CONF.replace("VERSION", "0.1.0")}
     release(repository, "0.1.0", files)
     files |= {"docs/index.md": "# Start\n\n```{toctree}\nold\nnew\n```\n", "docs/new.md": "# New\n"}
