@@ -190,7 +190,9 @@ def with_spec_tables(text: str) -> str:
 
 
 _DEFAULT = re.compile(r" \(default:? ([^()]*)\)")
-_OPTION_ROW = re.compile(r"^\| (?:`-\w`, )?`--([\w-]+)[^|]*\|(?: .*?)? \| .* \|$", re.MULTILINE)
+_OPTION_ROW = re.compile(
+    r"^\| (?:`-\w`, )?`--([\w-]+)[^|]*\|(?: .*?)? \|(?: .*)? \|$", re.MULTILINE
+)
 
 
 def option_row(name: str) -> str:

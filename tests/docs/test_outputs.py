@@ -97,7 +97,7 @@ def test_the_unit_of_systemd() -> None:
     lines = block_of("guides/services.md", "[Service]").text.splitlines()
     unit = (REPOSITORY / "examples/systemd/jobs@.service").read_text().splitlines()
     (start,) = [line for line in lines if line not in unit]
-    assert re.fullmatch("ExecStart=.*/aio-elastic up /etc/jobs/web.toml", start)
+    assert re.fullmatch("ExecStart=.*/aio-elastic up --reload-on-hup /etc/jobs/web.toml", start)
 
 
 @pytest.mark.docs

@@ -7,7 +7,6 @@ from typing import Final
 from tests.support.doc_setups import Setup
 
 DIFFERS: Final = {
-    "748706a5cd79afaa": "[0-9a-f]{16}",
     "b5d4ea1d": "[0-9a-f]{8}",
     "node0:29400": r"127\.0\.0\.1:\d+",
     "4f7c1d20": "4f7c1d20",
@@ -103,20 +102,19 @@ SESSIONS: Final[dict[tuple[str, str], Setup]] = {
     ("runbook.md", "$ aio-elastic why my-run"): Setup(
         files={"train.py": _TRAIN}, beside=_MY_RUN, beside_end=_END
     ),
-    ("runbook.md", "$ aio-elastic status 15378"): Setup(
+    ("runbook.md", "$ aio-elastic status shop"): Setup(
         files=_TREE_FILES,
         beside=f"{_TREE}touch broken\n"
         "aio-elastic restart $job api >/dev/null 2>&1 &\n"
         'until aio-elastic status $job | grep -q "api.*connection refused"; do sleep 0.05; done\n',
-        replaced={"15378": "$job"},
         beside_end=_END,
     ),
     ("runbook.md", "--rdzv-conf join_timeout=3"): Setup(
         replaced={"node0:29400": "127.0.0.1:$PORT", "node0": "127.0.0.1:$PORT"}
     ),
     ("runbook.md", "nosuch.py"): Setup(),
-    ("runbook.md", "$ aio-elastic stop 15378"): Setup(
-        files=_TREE_FILES, beside=_TREE, replaced={"15378": "$job"}, beside_end=_END
+    ("runbook.md", "$ aio-elastic stop shop"): Setup(
+        files=_TREE_FILES, beside=_TREE, beside_end=_END
     ),
 }
 """By the end of the page's path, and a text of the block."""

@@ -321,16 +321,17 @@ SETUPS: dict[tuple[str, str], Setup] = {
     ("servers.md", "alive={"): Setup(before="from elastic_aio import LaunchSpec\n"),
     ("servers.md", "sockets=["): Setup(before="from elastic_aio import LaunchSpec\n"),
     ("servers.md", "--socket http="): Setup(is_dry=True),
-    ("services.md", "aio-elastic up jobs.toml "): Setup(
+    ("services.md", "aio-elastic up --reload-on-hup"): Setup(
         files={"jobs.toml": "@[children.mailer]"},
         replaced={
-            "aio-elastic up jobs.toml ": "sed -i s/18081/$PORT/\\;s/18082/$PORT2/g jobs.toml\n"
-            "aio-elastic up jobs.toml & job=$!\n"
-            'until aio-elastic status $job 2>/dev/null | grep -q "api.*yes"; do sleep 0.1; done #',
+            "aio-elastic up --reload-on-hup jobs.toml ": "sed -i s/18081/$PORT/ jobs.toml; "
+            "sed -i s/18082/$PORT2/g jobs.toml\n"
+            "aio-elastic up --reload-on-hup jobs.toml & job=$!\n"
+            'until aio-elastic status shop 2>/dev/null | grep -q "api.*yes"; do sleep 0.1; done #',
             "aio-elastic logs -f ": "aio-elastic logs -f & #",
-            " JOB": " $job",
+            "kill -HUP PID ": "kill -HUP $job #",
         },
-        after="aio-elastic stop $job; wait || true\n",
+        after="aio-elastic stop shop; wait || true\n",
         prints=("api ...running...yes...",),
     ),
     ("simulation.md", 'never_on=[3])\nspec = LaunchSpec("train.py", nnodes=2'): Setup(
