@@ -1,8 +1,8 @@
-"""A worker of `benchmarks.parity`: it does what its arguments say, one after the other.
+"""A worker of `benchmarks.jobs`: it does what its arguments say, one after the other.
 
 An argument is `action` or `action=value`; `1:exit=3` is for rank 1 only.  Lines of output
 begin with "W ", so that a launcher's can be left out.  Notes are files in the directory
-`$PARITY_NOTES`; the name of a note is its content.
+`$PARITY_NOTES`: the name is what it says, and the content the time in monotonic nanoseconds.
 """
 
 import json
@@ -25,8 +25,10 @@ SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 def note(text: str) -> None:
     """Write a note of this rank."""
-    with open(os.path.join(NOTES, f"{RANK} {text}"), "w", encoding="ascii"):
-        pass
+    path = os.path.join(NOTES, f"{RANK} {text}")
+    with open(f"{path}.", "w", encoding="ascii") as file:
+        file.write(str(time.monotonic_ns()))
+    os.rename(f"{path}.", path)  # so that who sees it finds the time in it
 
 
 def note_environment() -> None:
