@@ -10,28 +10,21 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from importlib.metadata import version
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from tests.support.cli import REPOSITORY
+from benchmarks.peers import OURS, Installer, Lacks, Peer, output_of, own_version, refuse
 from tests.support.sockets import free_port
 
-__all__ = ["Lacks", "NotRun", "Peer", "Program", "Setup", "find_peers"]
+__all__ = ["CHILD", "SUPERVISOR_PEERS", "Program", "Setup", "Supervisor"]
 
 CHILD = Path(__file__).parent / "workers/child.py"
 _OTP = Path(__file__).parent / "workers/otp.erl"
 _STOP_S = 1
 """Seconds between the SIGTERM and the SIGKILL of a child."""
-_INSTALL_S = 300
-
-
-class Lacks(Exception):
-    """A peer has no setting, or no command, for what a behaviour needs."""
 
 
 @dataclass(frozen=True)
@@ -65,19 +58,9 @@ class Setup:
     console: bool = False  # the output of all is that of the supervisor
 
 
-@dataclass(frozen=True)
-class Peer:
-    """A supervisor that runs here.
+class Supervisor(Peer):
+    """A supervisor of programs."""
 
-    Args:
-        name: column of the table.
-        version: what it says that it is.
-        tools: directory of its commands.
-    """
-
-    name: str
-    version: str
-    tools: Path
     reloads_by: ClassVar[int] = 0
     """Signal by which it reads its configuration anew; 0: a command does so."""
 
@@ -104,12 +87,7 @@ def _child(program: Program, directory: Path, fd: str = "") -> list[str]:
     return [sys.executable, "-S", str(CHILD), str(directory / "notes"), program.name, *words]
 
 
-def _refuse(*wanted: object) -> None:
-    if any(wanted):
-        raise Lacks
-
-
-class ElasticAio(Peer):
+class ElasticAio(Supervisor):
     """`aio-elastic up --reload-on-hup`."""
 
     reloads_by = int(signal.SIGHUP)
@@ -169,12 +147,12 @@ class ElasticAio(Peer):
         return self._command("up", str(directory / "jobs.toml"))
 
 
-class Supervisord(Peer):
+class Supervisord(Supervisor):
     """supervisord, in the foreground, with its control socket."""
 
     def write(self, setup: Setup, directory: Path) -> list[str]:
         """Write `supervisord.conf`."""
-        _refuse(setup.ends_with, setup.nested)
+        refuse(setup.ends_with, setup.nested)
         text = [
             f"[supervisord]\nnodaemon=true\nlogfile={directory}/main.log\n"
             f"pidfile={directory}/pid\nchildlogdir={directory}",
@@ -188,7 +166,7 @@ class Supervisord(Peer):
         return [str(self.tools / "supervisord"), "-c", str(directory / "supervisord.conf")]
 
     def _section(self, setup: Setup, program: Program, directory: Path) -> str:
-        _refuse(program.ready, program.alive)
+        refuse(program.ready, program.alive)
         # Only the sections of FastCGI have a socket; it is standard input of any program.
         kind = "fcgi-program" if program.serves else "program"
         log = f"{directory}/%(program_name)s.log" if setup.logs else "/dev/fd/1"
@@ -221,12 +199,12 @@ class Supervisord(Peer):
         return command
 
 
-class Circus(Peer):
+class Circus(Supervisor):
     """circusd, with its control socket."""
 
     def write(self, setup: Setup, directory: Path) -> list[str]:
         """Write `circus.ini`."""
-        _refuse(setup.ends_with, setup.nested)
+        refuse(setup.ends_with, setup.nested)
         ports = directory / "ports"
         if not ports.exists():  # a second configuration has the same ones
             ports.write_text(f"{free_port()} {free_port()}")
@@ -241,7 +219,7 @@ class Circus(Peer):
         return [str(self.tools / "circusd"), str(directory / "circus.ini")]
 
     def _section(self, setup: Setup, program: Program, directory: Path) -> str:
-        _refuse(program.ready, program.alive)
+        refuse(program.ready, program.alive)
         words = _child(program, directory, "$(circus.sockets.web)")
         lines = [
             f"[watcher:{program.name}]\ncmd={' '.join(words)}",
@@ -274,15 +252,15 @@ class Circus(Peer):
         return command
 
 
-class Honcho(Peer):
+class Honcho(Supervisor):
     """honcho, with a Procfile."""
 
     def write(self, setup: Setup, directory: Path) -> list[str]:
         """Write `Procfile`."""
-        _refuse(setup.nested, setup.port, setup.logs, setup.limit is not None)
+        refuse(setup.nested, setup.port, setup.logs, setup.limit is not None)
         lines = []
         for program in setup.programs:
-            _refuse(program.after, program.ready, program.alive)
+            refuse(program.after, program.ready, program.alive)
             lines.append(f"{program.name}: exec {' '.join(_child(program, directory))}")
         (directory / "Procfile").write_text("\n".join(lines) + "\n")
         numbers = ",".join(f"{each.name}={each.number}" for each in setup.programs)
@@ -295,12 +273,12 @@ class Honcho(Peer):
         return [str(self.tools / "honcho"), "-f", str(directory / "Procfile"), "start"]
 
 
-class Otp(Peer):
+class Otp(Supervisor):
     """A supervisor in Erlang: `workers/otp.erl`."""
 
     def write(self, setup: Setup, directory: Path) -> list[str]:
         """Write the children as Erlang terms."""
-        _refuse(setup.port, setup.logs, setup.console)
+        refuse(setup.port, setup.logs, setup.console)
         children = [
             self._term(setup, program, number, directory)
             for program in setup.programs
@@ -321,7 +299,7 @@ class Otp(Peer):
         return [str(self.tools / "erl"), "-noshell", "-pa", str(self.tools), "-eval", main]
 
     def _term(self, setup: Setup, program: Program, number: int, directory: Path) -> str:
-        _refuse(program.alive, program.ready == "http")
+        refuse(program.alive, program.ready == "http")
         name = f"{program.name}{number or ''}"
         ends = program.name == setup.ends_with
         restart = "temporary" if ends or not program.restart else "permanent"
@@ -349,90 +327,47 @@ class Otp(Peer):
         return command
 
 
-@dataclass(frozen=True)
-class NotRun:
-    """A peer that does not run here, and why."""
-
-    name: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class _Finder:
-    """Installs peers below a directory."""
-
-    directory: Path
-    found: list[Peer | NotRun] = field(default_factory=list)
-
-    def _try(self, name: str, find: Callable[[], Peer]) -> None:
-        try:
-            self.found.append(find())
-        except (OSError, subprocess.SubprocessError) as error:
-            text = getattr(error, "stderr", "") or str(error)
-            self.found.append(NotRun(name, text.strip().splitlines()[-1]))
-
-    def all(self) -> list[Peer | NotRun]:
-        """Return all peers, and reasons for those that do not run."""
-        self.found.append(ElasticAio("elastic_aio", version("elastic_aio"), Path()))
-        self._try("supervisord", lambda: self._pypi(Supervisord, "supervisord", "supervisor"))
-        self._try("circus", lambda: self._pypi(Circus, "circus", "circus"))
-        self._try("honcho", lambda: self._pypi(Honcho, "honcho", "honcho"))
-        self._try("OTP", self._otp)
-        self._try("systemd", _systemd)
-        self._try("process-compose", _process_compose)
-        return self.found
-
-    def _pypi(self, kind: type[Peer], name: str, package: str) -> Peer:
-        home = self.directory / "venv"
-        if not home.exists():
-            _output(sys.executable, "-m", "venv", str(home))
-        _output(str(home / "bin/pip"), "install", "--quiet", package)
-        shown = _output(str(home / "bin/pip"), "show", package)
-        line = next(line for line in shown.splitlines() if line.startswith("Version: "))
-        return kind(name, line.partition(" ")[2], home / "bin")
-
-    def _otp(self) -> Peer:
-        """Use the installed Erlang, or unpack Debian's package without installing it."""
-        home = self.directory / "otp"
-        home.mkdir()
-        if installed := shutil.which("erl"):
-            (home / "erl").symlink_to(installed)
-        else:
-            _output("apt-get", "download", "erlang-base", cwd=home)
-            (archive,) = home.glob("*.deb")
-            _output("dpkg", "-x", str(archive), str(home / "root"))
-            root = home / "root/usr/lib/erlang"
-            script = root / "bin/erl"
-            script.write_text(script.read_text().replace("/usr/lib/erlang", str(root)))
-            (home / "erl").symlink_to(script)
-            (home / "erlc").symlink_to(root / "bin/erlc")
-        path = f"{(home / 'erl').resolve().parent}:{os.environ['PATH']}"
-        compiler = (home / "erl").resolve().with_name("erlc")
-        _output(str(compiler), "-o", str(home), str(_OTP), env={**os.environ, "PATH": path})
-        code = "io:format(erlang:system_info(otp_release)), halt()"
-        release = _output(str(home / "erl"), "-noshell", "-eval", code)
-        return Otp("OTP", release, home)
+def _otp(installer: Installer) -> Otp:
+    """Use the installed Erlang, or unpack Debian's package without installing it."""
+    home = installer.directory / "otp"
+    home.mkdir()
+    if installed := shutil.which("erl"):
+        (home / "erl").symlink_to(installed)
+    else:
+        output_of("apt-get", "download", "erlang-base", cwd=home)
+        (archive,) = home.glob("*.deb")
+        output_of("dpkg", "-x", str(archive), str(home / "root"))
+        root = home / "root/usr/lib/erlang"
+        script = root / "bin/erl"
+        script.write_text(script.read_text().replace("/usr/lib/erlang", str(root)))
+        (home / "erl").symlink_to(script)
+        (home / "erlc").symlink_to(root / "bin/erlc")
+    path = f"{(home / 'erl').resolve().parent}:{os.environ['PATH']}"
+    compiler = (home / "erl").resolve().with_name("erlc")
+    output_of(str(compiler), "-o", str(home), str(_OTP), env={**os.environ, "PATH": path})
+    code = "io:format(erlang:system_info(otp_release)), halt()"
+    release = output_of(str(home / "erl"), "-noshell", "-eval", code)
+    return Otp("OTP", release, home)
 
 
-def _systemd() -> Peer:
+def _systemd(_: Installer) -> Peer:
     """Systemd runs programs only where it is, or may reach, the first process."""
-    _output("systemd-run", "--wait", "--quiet", "true")
+    output_of("systemd-run", "--wait", "--quiet", "true")
     raise OSError("systemd runs here, and has no configuration in this benchmark yet")
 
 
-def _process_compose() -> Peer:
+def _process_compose(_: Installer) -> Peer:
     if shutil.which("process-compose"):
         raise OSError("it is here, and has no configuration in this benchmark yet")
     raise OSError("no package of PyPI or Debian has it, and it is not installed")
 
 
-def _output(*command: str, cwd: Path = REPOSITORY, env: dict[str, str] | None = None) -> str:
-    ended = subprocess.run(
-        command, cwd=cwd, env=env, capture_output=True, text=True, check=True, timeout=_INSTALL_S
-    )
-    return ended.stdout.strip()
-
-
-def find_peers(directory: Path) -> list[Peer | NotRun]:
-    """Install the peers below a directory; return them, ours first."""
-    return _Finder(directory).all()
+SUPERVISOR_PEERS: Mapping[str, Callable[[Installer], Peer]] = {
+    OURS: lambda _: ElasticAio(OURS, own_version(), Path()),
+    "supervisord": lambda it: it.pypi(Supervisord, "supervisord", "supervisor"),
+    "circus": lambda it: it.pypi(Circus, "circus", "circus"),
+    "honcho": lambda it: it.pypi(Honcho, "honcho", "honcho"),
+    "OTP": _otp,
+    "systemd": _systemd,
+    "process-compose": _process_compose,
+}
