@@ -104,7 +104,7 @@ class Job(Trial):
         """Return the starts of workers so far, in their order."""
         found = []
         for name in os.listdir(self._notes):
-            if " started " in name:
+            if " started " in name and not name.endswith("."):
                 rank, _, attempt, pid = name.split()
                 at = int((self._notes / name).read_text() or 0)
                 found.append(Start(int(rank), int(attempt), int(pid), at))

@@ -1,7 +1,7 @@
 """`python -m benchmarks.supervisors`: small behaviours of this package and of its peers, as tables.
 
 It installs the peers that can be installed here in a temporary directory, runs each behaviour
-with each of them, and prints what was observed as Markdown: docs/supervisors.md has its output.
+with each of them, and prints what was observed as Markdown: docs/comparison.md has its output.
 "no setting": the peer has none for it, so nothing was run.  "not run": the peer, or the
 behaviour, did not run here.
 """
@@ -16,13 +16,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.comparison import Family, observe, replaced
+from benchmarks.launcher_rows import LAUNCHERS
 from benchmarks.launchers import describe_host
 from benchmarks.peers import Installer
 from benchmarks.supervisor_rows import SUPERVISORS
+from benchmarks.trials import restore_signals
 from tests.support.cli import REPOSITORY
 
-FAMILIES: tuple[Family, ...] = (SUPERVISORS,)
-PAGE = REPOSITORY / "docs/supervisors.md"
+FAMILIES: tuple[Family, ...] = (LAUNCHERS, SUPERVISORS)
+PAGE = REPOSITORY / "docs/comparison.md"
 _USAGE_ERROR = 2
 
 
@@ -46,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.write and (arguments.only or arguments.peer):
         print("--write: needs all rows and peers (got --only or --peer)", file=sys.stderr)
         return _USAGE_ERROR
+    restore_signals()
     output = "\n".join(_output(arguments))
     print(output)
     if arguments.write:

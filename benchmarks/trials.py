@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -17,13 +17,20 @@ from benchmarks.launchers import environment_changes
 from tests.support.cli import environment
 from tests.support.leaks import marked_processes
 
-__all__ = ["SETTLE_S", "WAIT_S", "Trial"]
+__all__ = ["SETTLE_S", "WAIT_S", "Trial", "restore_signals"]
 
-_MARK = "TRIAL_MARK"
+_MARK, _NUMBER = "TRIAL_MARK", "TRIAL_PROGRAM"
 WAIT_S = 15.0
 """Seconds in which what is awaited of a program has to happen."""
 SETTLE_S = 2.0
 """Seconds after which what has not happened counts as never."""
+
+
+def restore_signals() -> None:
+    """Stop ignoring signals, as `nohup` and a shell's background jobs do: programs inherit it."""
+    for number in (signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Trial:
@@ -88,7 +95,7 @@ class Trial:
                 stdout=out,
                 stderr=err,
                 cwd=cwd or self.directory,
-                env=self.environment(changes),
+                env=self.environment({**(changes or {}), _NUMBER: f"{self._value} {number}"}),
                 start_new_session=True,
             )
         finally:
@@ -120,15 +127,19 @@ class Trial:
             time.sleep(0.05)
         return left
 
+    def kill(self, number: int) -> None:
+        """Kill a program with all that it has started, as the end of its host does."""
+        self._started[number].kill()
+        self._started[number].wait()
+        while left := marked_processes(_NUMBER, f"{self._value} {number}"):
+            _kill(left)
+
     def kill_all(self) -> None:
         """Kill all that runs; what they start in between too."""
         for process in self._started.values():
             process.kill()
         while any(process.poll() is None for process in self.programs) or self.processes():
-            for pid in self.processes():
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.02)
+            _kill(self.processes())
 
     def until(self, condition: Callable[[], bool], seconds: float = WAIT_S) -> bool:
         """Wait until something holds, all programs have ended, or the time is over.
@@ -148,3 +159,10 @@ class Trial:
         pattern = f"{stream}.{'[0-9]' if number is None else number}"
         found = [path.read_bytes() for path in sorted(self.directory.glob(pattern))]
         return b"".join(found).decode("utf-8", "backslashreplace")
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    time.sleep(0.02)

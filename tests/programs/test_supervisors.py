@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.comparison import Family, between, cells_of, replaced
-from benchmarks.peers import OURS, Installer, Lacks
+from benchmarks.comparison import Family, Row, between, cells_of, observe, replaced
+from benchmarks.launcher_peers import Accelerate, FtLauncher, Launch, Launching, Torchrun
+from benchmarks.peers import OURS, Installer, Lacks, NotRun, Peer
 from benchmarks.supervisor_peers import Supervisor
 from benchmarks.supervisors import FAMILIES, PAGE, main
+from benchmarks.trials import restore_signals
 
 STEADY = [
     pytest.param(family, name, id=f"{family.title}: {name}")
@@ -23,6 +25,7 @@ STEADY = [
 @pytest.mark.parametrize(("family", "name"), STEADY)
 def test_our_cell_is_as_on_the_page(family: Family, name: str, tmp_path: Path) -> None:
     row = family.rows[name]
+    restore_signals()
     ours = family.peers[OURS](Installer(tmp_path))
     try:
         seen = row.behaviour(ours)
@@ -48,6 +51,65 @@ def test_no_cell_is_empty_or_failed() -> None:
     page = PAGE.read_text()
     rows = [row for family in FAMILIES for row in cells_of(page, family.title).values()]
     assert all(cell and not cell.startswith("not run") for row in rows for cell in row)
+
+
+def test_there_are_many_rows() -> None:
+    assert sum(len(family.rows) for family in FAMILIES) >= 60
+
+
+def refuse_all(_: Peer) -> str:
+    raise Lacks
+
+
+def never_answer(_: Peer) -> str:
+    raise TimeoutError("ready: not within 60 s")
+
+
+def test_a_table_says_what_was_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = {
+        "a": Row("a row", lambda peer: f"{peer.name} | x"),
+        "b": Row("no row", refuse_all, alone=True),
+        "c": Row("late", never_answer),
+    }
+    peers: list[Peer | NotRun] = [
+        Peer("one", "1.0", Path()),
+        NotRun("two", "no bus"),
+        Peer("three", "3", Path()),
+    ]
+    table = observe(Family("Peers", rows, {}), list(rows), peers)
+    text = "\n".join(table.lines())
+    assert cells_of(replaced(PAGE.read_text(), text), "Peers") == {
+        "behaviour": ["one 1.0", "three 3"],
+        "a row": ["one | x", "three | x"],
+        "no row": ["no setting", "no setting"],
+        "late": ["not run: ready", "not run: ready"],
+    }
+    assert text.endswith("* two: not run here: no bus")
+    assert "TimeoutError: ready" in capsys.readouterr().err
+
+
+def test_a_peer_that_is_not_installed_has_its_reason(tmp_path: Path) -> None:
+    def find(_: Installer) -> Peer:
+        raise FileNotFoundError("first line\nno such command")
+
+    assert Installer(tmp_path).attempt("x", find) == NotRun("x", "no such command")
+
+
+@pytest.mark.parametrize(
+    ("peer", "launch"),
+    [
+        (Torchrun, Launch(alone=True)),
+        (Torchrun, Launch(heartbeat=2)),
+        (FtLauncher, Launch(alone=True)),
+        (Accelerate, Launch(nodes="1:2")),
+        (Accelerate, Launch(shown=1)),
+    ],
+)
+def test_a_launcher_without_an_option_lacks_it(
+    peer: type[Launching], launch: Launch, tmp_path: Path
+) -> None:
+    with pytest.raises(Lacks):
+        peer("other", "1", tmp_path).command(launch)
 
 
 def test_an_output_replaces_that_of_the_page() -> None:
