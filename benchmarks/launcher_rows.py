@@ -504,7 +504,8 @@ def _delay(peer: Launching, variables: dict[str, str]) -> str:
         (job.directory / "out.0").open("rb") as file,
     ):
         job.expect_notes("started", 0)
-        while job.programs[0].poll() is None and len(delays) < 60:
+        end = time.monotonic() + _START_S
+        while job.programs[0].poll() is None and len(delays) < 60 and time.monotonic() < end:
             line = file.readline()
             if line.endswith(b"\n") and b"W " in line:
                 delays.append((time.monotonic_ns() - int(line.split()[-1])) / 1e6)

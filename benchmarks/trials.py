@@ -55,7 +55,6 @@ class Trial:
     def __exit__(self, *_: object) -> None:
         self.kill_all()
         for process in self._started.values():
-            process.wait()
             if process.stdin is not None:
                 with suppress(OSError):
                     process.stdin.close()
@@ -130,16 +129,15 @@ class Trial:
     def kill(self, number: int) -> None:
         """Kill a program with all that it has started, as the end of its host does."""
         self._started[number].kill()
-        self._started[number].wait()
-        while left := marked_processes(_NUMBER, f"{self._value} {number}"):
-            _kill(left)
+        self._started[number].wait(WAIT_S)
+        _kill(lambda: marked_processes(_NUMBER, f"{self._value} {number}"))
 
     def kill_all(self) -> None:
         """Kill all that runs; what they start in between too."""
         for process in self._started.values():
             process.kill()
-        while any(process.poll() is None for process in self.programs) or self.processes():
-            _kill(self.processes())
+            process.wait(WAIT_S)
+        _kill(self.processes)
 
     def until(self, condition: Callable[[], bool], seconds: float = WAIT_S) -> bool:
         """Wait until something holds, all programs have ended, or the time is over.
@@ -161,8 +159,17 @@ class Trial:
         return b"".join(found).decode("utf-8", "backslashreplace")
 
 
-def _kill(pids: Iterable[int]) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    time.sleep(0.02)
+def _kill(find: Callable[[], Iterable[int]]) -> None:
+    """Kill what is found, until nothing is.
+
+    Raises:
+        TimeoutError: processes do not end.
+    """
+    end = time.monotonic() + WAIT_S
+    while left := [*find()]:
+        if time.monotonic() > end:
+            raise TimeoutError(f"killed processes do not end: {left}")
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)

@@ -126,6 +126,10 @@ SETUPS: dict[tuple[str, str], Setup] = {
         after="}\nfor node in a b c d; do run & done; wait\n",
         replaced={"node0,node1": "127.0.0.1:$PORT"},
     ),
+    ("comparison.md", "benchmarks.supervisors"): Setup(
+        replaced={"supervisors\n": "supervisors --only exit-code --peer elastic_aio\n"},
+        prints=("| a worker exits with 7 | exit code 7 |",),
+    ),
     ("control.md", "aio-elastic ps  "): Setup(
         replaced={
             "aio-elastic logs -f 3 ": "aio-elastic logs -f 3 & #",
