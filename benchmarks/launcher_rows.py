@@ -20,7 +20,7 @@ from benchmarks.comparison import Family, Row
 from benchmarks.jobs import WORKER, Job
 from benchmarks.launcher_peers import LAUNCHER_PEERS, Launch, Launching
 from benchmarks.peers import refuse
-from benchmarks.trials import SETTLE_S
+from benchmarks.trials import SETTLE_S, memory_of
 from tests.support.sockets import free_port, listening
 
 __all__ = ["LAUNCHERS"]
@@ -398,7 +398,7 @@ def _starts_of_first(peer: Launching, launch: Launch) -> str:
 
 
 def _kept(peer: Launching) -> str:
-    words = "1:nap=1 1:fail=1 nap=2"
+    words = "1:nap=0.5 1:fail=1 0:nap=2"
     return _starts_of_first(peer, Launch(words, restarts=1, alone=True))
 
 
@@ -714,15 +714,8 @@ def _memory(peer: Launching) -> str:
         with Launched(peer, Launch("hold=return", workers=workers)) as job:
             job.expect_notes("ready", workers)
             time.sleep(1)
-            used.append(sum(map(_private, job.helpers())))
+            used.append(memory_of(job.helpers()))
     return f"{used[0] / 1024:.0f} MB, {(used[1] - used[0]) / 16:.0f} kB"
-
-
-def _private(pid: int) -> int:
-    """Return the memory in kB that a process has written, and shares with no other."""
-    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    (line,) = (line for line in text.splitlines() if line.startswith("Private_Dirty:"))
-    return int(line.split()[1])
 
 
 def _idle(peer: Launching) -> str:
@@ -848,9 +841,13 @@ _ROWS = {
     "heartbeats": Row("heartbeats stop, limit of 2 s", _heartbeats, varies=True),
     "learnt": Row("... with a limit that the launcher learns", _learnt, varies=True),
     "section": Row("a section of the program hangs, limit of 2 s", _section, varies=True),
-    "where": Row("... output and log files name of the place", _where),
-    "node-failure": Row("a worker of the second node exits with 5", _failure_of_node),
-    "missing": Row("the second of 2 nodes is missing, limit of 3 s", _missing_node, varies=True),
+    "where": Row("... what the output and log files say of the place", _where),
+    "node-failure": Row(
+        "a worker of the second node exits with 5, the others wait", _failure_of_node
+    ),
+    "missing": Row(
+        "the second of 2 nodes is missing, limit of 3 s: from the start", _missing_node, varies=True
+    ),
     "unequal": Row("nodes with 1 and 2 workers", _unequal_nodes),
     "joined": Row("a second node joins a job of 1 to 2", _joined, alone=True, varies=True),
     "lost": Row("the second of 1 to 2 nodes is lost", _second_lost, varies=True),
@@ -877,7 +874,7 @@ _ROWS = {
         varies=True,
     ),
     "memory": Row(
-        "private memory of the launcher: with 2 workers, for each further one",
+        "memory of the launcher: with 2 workers, for each further one",
         _memory,
         alone=True,
         varies=True,

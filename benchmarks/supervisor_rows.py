@@ -20,7 +20,7 @@ from benchmarks.comparison import Family, Row
 from benchmarks.launchers import environment_changes, wait_until
 from benchmarks.peers import Lacks
 from benchmarks.supervisor_peers import CHILD, SUPERVISOR_PEERS, Program, Setup, Supervisor
-from benchmarks.trials import SETTLE_S, WAIT_S, Trial
+from benchmarks.trials import SETTLE_S, WAIT_S, Trial, memory_of
 from tests.support.cli import environment
 from tests.support.leaks import alive
 from tests.support.sockets import free_port
@@ -497,16 +497,9 @@ def _memory(peer: Supervisor) -> str:
         with Run(peer, Setup((Program("web", number=number),))) as run:
             run.await_children(number, seconds=60)
             time.sleep(1.5)
-            used.append(sum(map(_private, run.pids_by_kind()[0])))
+            used.append(memory_of(run.pids_by_kind()[0]))
     each = (used[1] - used[0]) / 56
     return f"{used[0] / 1024:.0f} MB, {each:.0f} kB"
-
-
-def _private(pid: int) -> int:
-    """Return the memory in kB that a process has written, and shares with no other."""
-    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    (line,) = (line for line in text.splitlines() if line.startswith("Private_Dirty:"))
-    return int(line.split()[1])
 
 
 _ROWS = {
@@ -540,7 +533,7 @@ _ROWS = {
     "logs": Row("a log file for each child", _logged),
     "config": Row("an error in the configuration", _broken_file),
     "memory": Row(
-        "private memory of the supervisor: with 8 children, for each further one",
+        "memory of the supervisor: with 8 children, for each further one",
         _memory,
         alone=True,
         varies=True,

@@ -17,7 +17,7 @@ from benchmarks.launchers import environment_changes
 from tests.support.cli import environment
 from tests.support.leaks import marked_processes
 
-__all__ = ["SETTLE_S", "WAIT_S", "Trial", "restore_signals"]
+__all__ = ["SETTLE_S", "WAIT_S", "Trial", "memory_of", "restore_signals"]
 
 _MARK, _NUMBER = "TRIAL_MARK", "TRIAL_PROGRAM"
 WAIT_S = 15.0
@@ -173,3 +173,13 @@ def _kill(find: Callable[[], Iterable[int]]) -> None:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
+
+
+def memory_of(pids: Iterable[int]) -> int:
+    """Return the anonymous memory of processes in kB; pages that they share count once."""
+    total = 0
+    for pid in pids:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        (line,) = (line for line in text.splitlines() if line.startswith("Pss_Anon:"))
+        total += int(line.split()[1])
+    return total
