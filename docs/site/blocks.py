@@ -95,7 +95,6 @@ NOT_RUN: dict[tuple[str, str], str] = {
         "needs accelerate: tests/programs/test_programs.py"
     ),
     ("services.md", "journalctl"): "needs systemd as the first process",
-    ("supervisors.md", "benchmarks.supervisors"): "installs peers, and runs them for minutes",
     ("upgrades.md", "pip install -U"): "needs a release at the index",
     ("logs.md", "<log_dir>/<run_id>"): f"{_OUTPUTS}::test_the_layout_of_the_logs",
     ("simulation.md", "for seed in range(1000)"): f"{_OUTPUTS}::test_the_ends_of_random_scenarios",
