@@ -13,7 +13,8 @@ import socket
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.comparison import Family, Row
@@ -31,6 +32,10 @@ _END_S = 15.0
 _STUBBORN_S = 40.0
 _NODES_S = 90.0
 """Seconds in which the nodes of a job have to notice a loss: their limits are up to 30 s."""
+
+
+_X, _Y = "W x\n", "W y\n"
+"""What the words `out=x` and `err=y` write."""
 
 
 class Launched(Job):
@@ -409,7 +414,7 @@ def _succeeded_before(peer: Launching) -> str:
 def _attempts_apart(peer: Launching) -> str:
     with Launched(peer, Launch("meet out=x 1:fail=1", restarts=1, logs=True)) as job:
         job.code()
-        return f"{job.log_texts().count('W x' + chr(10))} of 4 files"
+        return f"{job.log_texts().count(_X)} of 4 files"
 
 
 def _back(peer: Launching, ending: str) -> str:
@@ -479,7 +484,7 @@ def _last_words(peer: Launching) -> str:
 def _files(peer: Launching) -> str:
     with Launched(peer, Launch("out=x err=y", logs=True)) as job:
         job.code()
-        return f"{sum(text in ('W x' + chr(10), 'W y' + chr(10)) for text in job.log_texts())} of 4"
+        return f"{sum(text in (_X, _Y) for text in job.log_texts())} of 4"
 
 
 def _one_shown(peer: Launching) -> str:
@@ -586,15 +591,13 @@ def _where(peer: Launching) -> str:
 # ----------------------------------------------------------------- several nodes
 
 
-def _two_nodes(peer: Launching, launch: Launch) -> Launched:
-    job = Launched(peer, launch)
-    try:
+@contextmanager
+def _two_nodes(peer: Launching, launch: Launch) -> Iterator[Launched]:
+    """Start the second node when the store of the first one listens."""
+    with Launched(peer, launch) as job:
         job.expect(lambda: bool(listening([int(job.port)])), "the store")
         job.add(1)
-    except BaseException:
-        job.__exit__()
-        raise
-    return job
+        yield job
 
 
 def _failure_of_node(peer: Launching) -> str:
