@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from benchmarks.jobs import WORKER
-from benchmarks.peers import OURS, Installer, Lacks, Peer, own_version, refuse
+from benchmarks.peers import OURS, Installer, Lacks, Peer, refuse
+from elastic_aio import __version__
 
 __all__ = [
     "LAUNCHER_PEERS",
@@ -279,7 +280,7 @@ class Accelerate(Launching):
 
 
 LAUNCHER_PEERS: Mapping[str, Callable[[Installer], Peer]] = {
-    OURS: lambda _: ElasticRun(OURS, own_version(), Path()),
+    OURS: lambda _: ElasticRun(OURS, __version__, Path()),
     "torchrun": lambda it: it.pypi(Torchrun, "torchrun", "torch==2.13.0", "numpy"),
     "ft_launcher": lambda it: it.pypi(FtLauncher, "ft_launcher", "nvidia-resiliency-ext"),
     "accelerate": lambda it: it.pypi(Accelerate, "accelerate", "accelerate==1.15.0"),

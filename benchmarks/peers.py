@@ -6,13 +6,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
 
 from tests.support.cli import REPOSITORY
 
-__all__ = ["OURS", "Installer", "Lacks", "NotRun", "Peer", "output_of", "own_version", "refuse"]
+__all__ = ["OURS", "Installer", "Lacks", "NotRun", "Peer", "output_of", "refuse"]
 
 OURS = "elastic_aio"
 _INSTALL_S = 600
@@ -52,11 +51,6 @@ class NotRun:
 
 
 _P = TypeVar("_P", bound=Peer)
-
-
-def own_version() -> str:
-    """Return the version of this package."""
-    return version(OURS)
 
 
 def output_of(*command: str, cwd: Path = REPOSITORY, env: dict[str, str] | None = None) -> str:

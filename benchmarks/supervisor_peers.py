@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from benchmarks.peers import OURS, Installer, Lacks, Peer, output_of, own_version, refuse
+from benchmarks.peers import OURS, Installer, Lacks, Peer, output_of, refuse
+from elastic_aio import __version__
 from tests.support.sockets import free_port
 
 __all__ = ["CHILD", "SUPERVISOR_PEERS", "Program", "Setup", "Supervisor"]
@@ -363,7 +364,7 @@ def _process_compose(_: Installer) -> Peer:
 
 
 SUPERVISOR_PEERS: Mapping[str, Callable[[Installer], Peer]] = {
-    OURS: lambda _: ElasticAio(OURS, own_version(), Path()),
+    OURS: lambda _: ElasticAio(OURS, __version__, Path()),
     "supervisord": lambda it: it.pypi(Supervisord, "supervisord", "supervisor"),
     "circus": lambda it: it.pypi(Circus, "circus", "circus"),
     "honcho": lambda it: it.pypi(Honcho, "honcho", "honcho"),
