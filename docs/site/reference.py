@@ -182,7 +182,9 @@ def with_spec_tables(text: str) -> str:
     for owner in SPECS:
         head, heading, rest = text.partition(f"\n{heading_of(owner)}\n")
         rows = "".join(f"{field_row(owner, name)}\n" for name in fields_of(owner))
-        table = f"| field | default | meaning |\n|---|---|---|\n{rows}"
+        prefix = owner.__spec_prefix__.removesuffix(".")
+        first = f"field of `{prefix}`" if prefix else "field"  # as errors name it
+        table = f"| {first} | default | meaning |\n|---|---|---|\n{rows}"
         found = re.search(r"(?:^\|.*\n)+", rest, re.MULTILINE)
         assert found is not None, owner
         text = head + heading + rest[: found.start()] + table + rest[found.end() :]

@@ -65,7 +65,7 @@ usage: aio-elastic run [options] script [arguments of the script]
        aio-elastic store ping ENDPOINT
        aio-elastic completion bash|zsh|fish
        aio-elastic exec program [arguments of the program]
-       aio-elastic help [PAGE | COMMAND]
+       aio-elastic help [PAGE [SECTION] | NAME | COMMAND]
        aio-elastic --version
        aio-torchrun [options] script [arguments of the script]
 
