@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import re
+import signal
 import time
 from collections.abc import Iterable, Sequence
 
 from elastic_aio.outcome import Failure, LaunchResult, signal_name
-from elastic_aio.reasons import plain_lines, reason_of
+from elastic_aio.reasons import LOST_PEER, plain_lines, reason_of
 from elastic_aio.status import StatusTracker
 from elastic_aio.text import counted, format_duration, printable
 
-_GUIDE = "aio-elastic help failures"
-_HINT = f"none was recorded; see {_GUIDE}"
+_HELP = "aio-elastic help"
+_HINT = f"none was recorded; see {_HELP} failures"
+_HANG = re.compile(
+    r"\((?:heartbeat|ready|progress|exit skew) timeout\)|WATCHDOG=trigger"
+    r"|^phase '.*' has not ended after |timer '.*' expired after "
+)
+_CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
 _WIDTH_MAX = 60
 
 
@@ -55,8 +62,21 @@ def _failure(result: LaunchResult, name: str) -> str:
     parts = [report_of(f"{name} FAILED", in_order)]
     if result.log_dir:
         parts.append(f"Logs: {result.log_dir}")
-    parts.append(f"Help: {_GUIDE}")
+    parts.append(f"Help: {_HELP} {guide_of(root)}")
     return "\n".join(parts)
+
+
+def guide_of(failure: Failure) -> str:
+    """Return the page, and the section of it, that says what to do about a failure."""
+    if failure.cause == LOST_PEER:
+        return "restarts the-root-cause"
+    if failure.cause:
+        return "failures known-causes"
+    if _HANG.search(failure.reason):
+        return "hangs deadlines"
+    if failure.status.signal in _CRASHES:
+        return "failures crashes"
+    return "failures"
 
 
 def report_of(title: str, blocks: Sequence[str], *, border: str = "=", section: str = "-") -> str:

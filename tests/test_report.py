@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,6 +73,8 @@ from elastic_aio import (
     WorkersUnfinished,
     format_failure,
 )
+from elastic_aio.cli.guides import find_pages, sections
+from elastic_aio.reasons import LOST_PEER
 from elastic_aio.status import Level
 
 WHEN = time.mktime((2026, 1, 2, 3, 4, 5, 0, 0, -1))
@@ -139,6 +142,33 @@ Root Cause (first observed failure):
 Logs: /logs
 Help: aio-elastic help failures"""
     )
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "cause", "guide"),
+    [
+        (1, "ValueError: x", "", "failures"),
+        (1, "TimeoutError: (connect timeout)", "", "failures"),
+        (-9, "no progress for 2 s (progress timeout), at step 7", "", "hangs deadlines"),
+        (-9, "not ready 60 s after its start (ready timeout)", "", "hangs deadlines"),
+        (-9, "phase 'load' has not ended after 3 s", "", "hangs deadlines"),
+        (-9, "timer 'load' expired after 0.3 s (limit 0.3 s)", "", "hangs deadlines"),
+        (-9, "the worker asked to be ended (WATCHDOG=trigger)", "", "hangs deadlines"),
+        (1, "OSError: x", "a port is in use", "failures known-causes"),
+        (1, "RuntimeError: x", LOST_PEER, "restarts the-root-cause"),
+        (-11, "", "", "failures crashes"),
+        (-15, "", "", "failures"),
+    ],
+)
+def test_the_report_names_a_page_and_its_section(
+    status: int, reason: str, cause: str, guide: str
+) -> None:
+    ended = ExitStatus.from_returncode(status)
+    root = failed(0, ended, reason=reason, cause=cause)
+    assert format_failure(result(root), "x").endswith(f"\nHelp: aio-elastic help {guide}")
+    page, _, section = guide.partition(" ")
+    text = Path(find_pages()[page]).read_text()
+    assert not section or sections(text, section)
 
 
 def test_a_failure_without_an_error_file() -> None:

@@ -22,7 +22,7 @@ from elastic_aio.spec.checks import invalid_value
 from elastic_aio.text import did_you_mean, error_reason
 
 _BACKGROUND = ("guarantees", "architecture")
-_TABLES = ("spec", "command-line", "events-reference", "exit-codes", "worker-environment")
+TABLES = ("spec", "command-line", "events-reference", "exit-codes", "worker-environment")
 """Pages whose tables have a row for each name that an error may begin with."""
 _FOUND_MAX = 3
 _HEADING = 10
@@ -73,7 +73,7 @@ def main_help(argv: Sequence[str]) -> int:
     elif not pages:
         raise JobError("the pages of the documentation are not installed")
     else:
-        rows = [text for name in _TABLES for text in sections(_text(pages[name]), topic)]
+        rows = [text for name in TABLES for text in sections(_text(pages[name]), topic)]
         found = ", ".join(_pages_with(topic, pages))
         if not rows:
             meant = did_you_mean(topic, (*pages, "run", *COMMANDS))

@@ -1,0 +1,148 @@
+"""Each error, exit code and event leads to its place in the reference, by `aio-elastic help`."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from docs.site.reference import SPECS, command_options, fields_of
+from elastic_aio import Agent, Event, open_process
+from elastic_aio.cli import COMMANDS
+from elastic_aio.cli.guides import TABLES, find_pages, sections
+from elastic_aio.http import StatusServer
+from elastic_aio.outcome import PREEMPTED_CODE
+from elastic_aio.rendezvous.base import NODES_NOT_REPLACED, RENDEZVOUS_FAILED
+from elastic_aio.store import Store
+from elastic_aio.testing import run_random_scenario
+from tests.support.cli import REPOSITORY
+
+PACKAGE = REPOSITORY / "elastic_aio"
+ERRORS = {"SpecError", "UsageError", "invalid_value"}
+FIELDS = [f"{owner.__spec_prefix__}{name}" for owner in SPECS for name in fields_of(owner)]
+CODES = [0, 1, 2, PREEMPTED_CODE, NODES_NOT_REPLACED, RENDEZVOUS_FAILED, 126, 127, 255]
+
+ARGUMENTS: dict[str, Callable[..., Any]] = {
+    "address": StatusServer,
+    "amount": Store.add,
+    "argv": open_process,
+    "exit_codes": run_random_scenario,
+    "items": Store.multi_set,
+    "key": Store.set,
+    "keys": Store.wait,
+    "rank": Agent.forward_signal,
+    "ranks": Agent.logs,
+    "spec": Agent,
+    "streams": Agent.logs,
+    "value": Store.set,
+}
+"""Arguments of functions, whose errors a program gets; the API reference describes them."""
+FILES = {
+    "behavior": "simulation",
+    "the": "trees",
+    "line": "trees",
+    ".env": "trees",
+    "PORT": "trees",
+    "concurrency": "command-line",
+    "nproc": "command-line",
+}
+"""What stands in a file of jobs, in a form or in a simulation, and the page about it."""
+WORDS = {
+    "CHILD": "command-line",
+    "FILE": "command-line",
+    "JOB": "control",
+    "NUMBER": "command-line",
+    "PAGE": "command-line",
+    "RANK": "command-line",
+    "SECTION": "command-line",
+    "SIGNAL": "command-line",
+    "shell": "command-line",
+}
+"""Arguments of commands."""
+BEGINNINGS = ("--", "tls.")
+"""Of names of options and fields, each of which has a row."""
+SENTENCES = ("a program is required", "a script is required")
+
+
+@cache
+def text_of(page: str) -> str:
+    return Path(find_pages()[page]).read_text()
+
+
+def has_place(name: str) -> bool:
+    """Whether `aio-elastic help NAME` prints rows."""
+    return any(sections(text_of(page), name) for page in TABLES)
+
+
+def names_in_errors() -> Iterator[tuple[str, str]]:
+    """Yield each name that an error of the package begins with, and where."""
+    for path in PACKAGE.rglob("*.py"):
+        if "compat" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not node.args:
+                continue
+            called = node.func.id if isinstance(node.func, ast.Name) else ""
+            first = node.args[0]
+            if isinstance(first, ast.JoinedStr):  # of its beginning, if that is a name
+                first = first.values[0]
+            if called in ERRORS and isinstance(first, ast.Constant):
+                yield str(first.value), f"{path.relative_to(REPOSITORY)}:{node.lineno}"
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_field_has_its_row(name: str) -> None:
+    """An error of a field begins with its name."""
+    assert has_place(name)
+
+
+@pytest.mark.parametrize("command", ["run", *COMMANDS])
+def test_an_option_has_its_row(command: str) -> None:
+    """An error of the command line begins with the option."""
+    names = [name for option in command_options(command) for name in option.option_strings]
+    assert not [name for name in names if "_" not in name and not has_place(name)]
+
+
+def test_each_error_begins_with_a_name_that_has_a_place() -> None:
+    """Those that are made from a variable begin with the name of a field or an option."""
+    known = {*ARGUMENTS, *FILES, *WORDS}
+    wrong = []
+    for text, where in names_in_errors():
+        name = re.split(r"[:=\[]|(?<=\w) |, |(?<=engine)\.$", text)[0].split("/")[-1]
+        if not (
+            name in BEGINNINGS or has_place(name) or name in known or text.startswith(SENTENCES)
+        ):
+            wrong.append((text, where))
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", FILES | WORDS)
+def test_the_page_of_a_name_has_it(name: str) -> None:
+    assert name.removeprefix("the ") in text_of((FILES | WORDS)[name])
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_argument_is_that_of_a_public_function(name: str) -> None:
+    function = ARGUMENTS[name]
+    assert name in inspect.signature(function).parameters
+    assert function.__doc__
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_an_exit_code_has_its_rows(code: int) -> None:
+    assert sections(text_of("exit-codes"), str(code))
+
+
+@pytest.mark.parametrize(
+    "event",
+    sorted(Event.__subclasses__(), key=lambda one: one.__name__),
+    ids=lambda event: str(event.__name__),
+)
+def test_an_event_has_its_row(event: type[Event]) -> None:
+    assert sections(text_of("events-reference"), event.__name__)
