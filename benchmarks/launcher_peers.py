@@ -279,9 +279,10 @@ class Accelerate(Launching):
         return ("--mixed_precision=bf16",)
 
 
+_TORCH = ("torch==2.13.0", "numpy")
 LAUNCHER_PEERS: Mapping[str, Callable[[Installer], Peer]] = {
     OURS: lambda _: ElasticRun(OURS, __version__, Path()),
-    "torchrun": lambda it: it.pypi(Torchrun, "torchrun", "torch==2.13.0", "numpy"),
-    "ft_launcher": lambda it: it.pypi(FtLauncher, "ft_launcher", "nvidia-resiliency-ext"),
-    "accelerate": lambda it: it.pypi(Accelerate, "accelerate", "accelerate==1.15.0"),
+    "torchrun": lambda it: it.pypi(Torchrun, "torchrun", *_TORCH),
+    "ft_launcher": lambda it: it.pypi(FtLauncher, "ft_launcher", "nvidia-resiliency-ext", *_TORCH),
+    "accelerate": lambda it: it.pypi(Accelerate, "accelerate", "accelerate==1.15.0", *_TORCH),
 }
