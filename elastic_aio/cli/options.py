@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from elastic_aio.spec.checks import (
+    MAX_NUMBER,
     Seconds,
     UsageError,
     Whole,
@@ -160,7 +161,8 @@ def fields_from(
                 option.label, text, is_positive=is_positive, limit=SECONDS_LIMIT
             )
         elif isinstance(check, Whole):
-            found[name] = parse_number(option.label, text, least=check.at_least)
+            most = MAX_NUMBER if check.at_most is None else check.at_most
+            found[name] = parse_number(option.label, text, least=check.at_least, most=most)
         elif option.is_flag:
             # A field that is True without an option has `--no-...`.
             found[name] = not described.default

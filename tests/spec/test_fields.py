@@ -187,6 +187,18 @@ def test_options_set_fields_by_their_checks() -> None:
             fields_from({**VALUES, name: text}, Plate)
 
 
+@pytest.mark.parametrize("text", ["0", "21", "x"])
+def test_an_option_has_the_range_of_its_check(text: str) -> None:
+    class Cup(SpecValue, prefix="cup."):
+        size: int = field(
+            default=1, check=Whole(at_least=1, at_most=20), own_option="--cup N", help="how big"
+        )
+
+    with pytest.raises(UsageError) as caught:
+        fields_from({"cup": text}, Cup)
+    assert str(caught.value) == f"--cup: must be a whole number from 1 to 20 (got '{text}')"
+
+
 def ask(failure: Failure) -> RestartAction:
     raise AssertionError
 
