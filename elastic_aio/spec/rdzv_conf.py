@@ -25,7 +25,7 @@ from elastic_aio.spec.rendezvous import (
     RendezvousSpec,
 )
 from elastic_aio.spec.tls import TlsSpec
-from elastic_aio.text import did_you_mean
+from elastic_aio.text import closest, did_you_mean
 
 
 def conf_fields(owner: type[SpecValue]) -> dict[str, Field]:
@@ -64,6 +64,22 @@ WITHOUT_EFFECT: Final = {
     "rank": "--node-rank sets the rank",
 }
 """torchrun's keys that have no effect here, and their replacements."""
+
+_SECURES: Final = {
+    **{
+        name: meant
+        for entry in ENGINE_ENTRIES
+        for name, meant in entry.conf_keys.items()
+        if meant in TLS
+    },
+    **{name: name for name in (*TLS, "password_file", "token_file", "user")},
+    "username": "user",
+}
+"""The keys that secure a job, torchrun's and other usual names too, and the keys of this package
+that they mean."""
+
+_SECURE_PREFIXES: Final = ("tls", "ssl", "token", "user", "password", "cert", "ca_")
+"""How an unknown key begins that is near none of them, and may still be meant to secure a job."""
 
 _QUOTES: Final = ("'", '"')
 # Up to a comma outside of quotes.
@@ -110,7 +126,8 @@ class Conf(Struct, frozen=True):
 def parse_conf(text: str, backend: str) -> Conf:
     """Parse `--rdzv-conf` for the backend "c10d", "static", "etcd", "redis" or a plug-in's.
 
-    UsageError: one line that names the key, the range and the value.
+    UsageError: one line that names the key, the range and the value; also if an unknown key seems
+    to be one that secures the job.  Other unknown keys are warnings.
     """
     pairs = parse_pairs(text)
     warnings: list[str] = []
@@ -136,14 +153,14 @@ def parse_conf(text: str, backend: str) -> Conf:
         used = {key: value for key, value in pairs.items() if key in known}
         meant = {entry.conf_keys[key]: used[key] for key in entry.conf_keys if key in used} | used
         tls, engine = _engine_tls(meant, entry), _engine(meant, entry)
-        warnings += _unknown(pairs, known)
+        warnings += _unknown(pairs, known, backend)
     elif backend in ("c10d", "tcp", "static"):
         tls = _tls(pairs)
         if (store_type := pairs.get("store_type", "tcp")) != "tcp":
             reason = "; a file store is not supported" if store_type == "file" else ""
             problem = f"must be 'tcp'{reason}"
             raise invalid_value("--rdzv-conf: store_type", problem, store_type)
-        warnings += _unknown(pairs, _KNOWN)
+        warnings += _unknown(pairs, _KNOWN, backend)
     if backend in ("static", *ENGINES) and settings.pop("is_host", None) is not None:
         server = "the node of rank 0 serves" if backend == "static" else f"{backend} is"
         warnings.append(f"--rdzv-conf: is_host has no effect: {server} the store")
@@ -158,12 +175,39 @@ def _field_value(described: Field, text: str) -> object:
     return parse_switch(described.label, text) if described.check is checked_bool else text
 
 
-def _unknown(pairs: Mapping[str, str], known: Collection[str]) -> list[str]:
+def _unknown(pairs: Mapping[str, str], known: Collection[str], backend: str) -> list[str]:
+    """Return a warning for each unknown key.
+
+    UsageError: a key seems to secure the job, which without it would be open, or another user's.
+    """
+    unknown = [key for key in pairs if key not in known]
+    for key in unknown:
+        if (meant := _security_key(key, known)) is not None:
+            hint = f"; did you mean {meant}?" if meant in known else ""
+            # Not the value, which may be the secret itself.
+            problem = f"must have keys of the backend {backend!r}{hint}"
+            raise invalid_value("--rdzv-conf", problem, key)
     return [
         f"--rdzv-conf: {key!r} is unknown and has no effect{did_you_mean(key, known)}"
-        for key in pairs
-        if key not in known
+        for key in unknown
     ]
+
+
+def _security_key(key: str, known: Collection[str]) -> str | None:
+    """Return which of `_SECURES` an unknown key means; empty: any of them; None: none of them."""
+    meant = {_stem(name): own for name, own in _SECURES.items()} | _SECURES
+    if (stem := _stem(key)) in meant:
+        return meant[stem]
+    # A short name is near too many words.
+    near = closest(key.lower(), {*known, *(name for name in meant if len(name) > 3)})
+    if near in meant:
+        return meant[near]
+    return "" if key.lower().startswith(_SECURE_PREFIXES) else None
+
+
+def _stem(key: str) -> str:
+    """Return a key without what is easily forgotten: `ca` of `tls_ca`, `TLS-CA` and `cafile`."""
+    return re.sub("^(?:tls|ssl)_?|_?file$", "", key.lower().replace("-", "_"))
 
 
 def _engine(pairs: Mapping[str, str], entry: EngineEntry) -> dict[str, Any]:

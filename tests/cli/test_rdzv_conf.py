@@ -129,6 +129,40 @@ def test_keys_without_effect_give_a_warning(text: str, backend: str, words: list
 
 
 @pytest.mark.parametrize(
+    ("key", "backend", "hint"),
+    [
+        ("tokenfile", "c10d", "token_file"),
+        ("token", "static", "token_file"),
+        ("tls_crt", "c10d", "tls_cert"),
+        ("tls_keyy", "etcd", "tls_key"),
+        ("tls_cacert", "c10d", "tls_ca"),
+        ("TLS-CA", "redis", "tls_ca"),
+        ("cacert", "redis", "tls_ca"),
+        ("certfile", "etcd", "tls_cert"),
+        ("ssl_cert_key", "c10d", "tls_key"),
+        ("tls_clientauth", "static", "tls_client_auth"),
+        ("username", "etcd", "user"),
+        ("password", "redis", "password_file"),
+        ("password", "c10d", ""),
+        ("tls_min_version", "c10d", ""),
+        ("certificate", "etcd", ""),
+    ],
+)
+def test_a_mistyped_key_of_the_security_is_an_error(key: str, backend: str, hint: str) -> None:
+    """Without the key the store would be open.  The value may be a secret, and is not shown."""
+    with pytest.raises(UsageError) as caught:
+        parse_conf(f"join_timout=9,{key}=hunter2", backend)
+    hint = f"; did you mean {hint}?" if hint else ""
+    expected = f"--rdzv-conf: must have keys of the backend {backend!r}{hint} (got {key!r})"
+    assert str(caught.value) == expected
+
+
+@pytest.mark.parametrize("key", ["protocol", "key_prefix", "sentinel", "case", "host", "monkey"])
+def test_other_unknown_keys_stay_warnings(key: str) -> None:
+    assert len(parse_conf(f"{key}=x", "c10d").warnings) == 1
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("join_timeout", "must be KEY=VALUE,KEY=VALUE,... (got 'join_timeout'"),

@@ -175,9 +175,9 @@ async def test_the_options_of_a_run_can_be_pasted(
 async def test_an_unknown_key_is_reported() -> None:
     async with StoreServer("127.0.0.1") as server:
         ended = await run_beside(
-            "jobs", f"--rdzv-endpoint={server.endpoint}", "--rdzv-conf=token_fil=x"
+            "jobs", f"--rdzv-endpoint={server.endpoint}", "--rdzv-conf=join_timout=9"
         )
-    problem = "--rdzv-conf: 'token_fil' is unknown and has no effect; did you mean token_file?"
+    problem = "--rdzv-conf: 'join_timout' is unknown and has no effect; did you mean join_timeout?"
     assert (ended.code, ended.err) == (0, f"aio-elastic jobs: {problem}\n")
 
 
