@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import shlex
 import shutil
@@ -64,6 +66,27 @@ def test_a_unit_says_to_systemd_what_the_launcher_understands(unit: Path) -> Non
         assert f"`{name}`" in known or not name.startswith("ELASTIC_AIO"), name
     reloads = found.get("ExecReload", []) == ["/bin/kill -HUP $MAINPID"]
     assert reloads == ("--reload-on-hup" in found["ExecStart"][0])
+
+
+@all_units
+def test_a_unit_has_a_place_for_the_records_of_runs(unit: Path) -> None:
+    """Its user may have no home; no other user can enter the directory."""
+    found = settings(unit)
+    (directory,) = found["StateDirectory"]
+    assert f"XDG_STATE_HOME=%S/{directory}" in found["Environment"]
+    assert found["StateDirectoryMode"] == ["0700"]
+
+
+@all_units
+def test_a_unit_names_options_that_exist(unit: Path) -> None:
+    """Also in comments; the limits of a file of jobs have no option."""
+    comments = " ".join(re.findall(r"^#.*", unit.read_text(), re.MULTILINE))
+    with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
+        main(["run", "--help"])
+    known = set(re.findall(r"--[a-z][\w-]+", shown.getvalue())) | {"--now"}  # of systemctl
+    assert set(re.findall(r"--[a-z][\w-]+", comments)) <= known
+    if "Delegate" in settings(unit):
+        assert "[children.NAME.limits]" in comments
 
 
 @all_units
