@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import shlex
 import shutil
@@ -152,6 +153,29 @@ def test_the_batch_script_is_valid() -> None:
     head = script.read_text().partition("\nsrun")[0]
     directives = re.findall(r"^#SBATCH --[a-z-]+(?:=\S+)?$", head, re.MULTILINE)
     assert len(directives) == script.read_text().count("\n#SBATCH"), "a directive after a command"
+
+
+def test_the_command_of_the_batch_script_is_valid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As `srun` gets it, with `--dry-run`; the checkpoint is where all nodes have it."""
+    tool = tmp_path / "srun"
+    tool.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    tool.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    env["SLURM_SUBMIT_DIR"] = "/shared/my work"
+    ended = subprocess.run(
+        ["bash", EXAMPLES / "slurm.sbatch"], capture_output=True, text=True, check=True, env=env
+    )
+    words = ended.stdout.splitlines()
+    command = words[words.index("aio-elastic") :]
+    assert command[-2:] == ["--checkpoint", "/shared/my work/train-7.pt"]
+    assert "gpu" in command
+    assert command[command.index("--device") + 1] == "cuda"
+    for needs_devices, other in (("gpu", "2"), ("node", "cpu")):
+        command[command.index(needs_devices)] = other
+    monkeypatch.chdir(EXAMPLES.parent)
+    assert main([command[1], "--dry-run", *command[2:]]) == 0, capfd.readouterr().err
 
 
 def test_the_batch_script_gives_time_to_save() -> None:

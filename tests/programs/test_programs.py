@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -63,6 +65,40 @@ def test_ddp_resumes_from_its_snapshot(tmp_path: Path) -> None:
     assert [line.split(": loss")[0] for line in lines if ": loss" in line] == [
         f"[default0]:epoch {epoch}" for epoch in range(5)
     ]
+
+
+def test_ddp_resumes_on_nodes_that_share_no_directory(tmp_path: Path) -> None:
+    """Rank 0 sends its snapshot: a node without the file trains the same epochs as the others."""
+    port = free_port()
+    nodes = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+    with ExitStack() as stack:
+        agents = []
+        for rank in (0, 1):
+            (tmp_path / f"node{rank}").mkdir()
+            snapshot = tmp_path / f"node{rank}/snapshot.pt"
+            program = [REPOSITORY / "examples/train_ddp.py", "--snapshot", snapshot]
+            words = ["--max-restarts=1", f"--node-rank={rank}", *program]
+            agents.append(stack.enter_context(running([*CLI, "run", *nodes, *words])))
+            until_sync(lambda: listening([port]), "the store", SECONDS)
+        ended = [agent.ended(SECONDS) for agent in agents]
+    assert [one.code for one in ended] == [0, 0], [one.err for one in ended]
+    assert "attempt 1: training from epoch 2 of 5" in "".join(one.out for one in ended)
+    assert len([*tmp_path.rglob("snapshot.pt")]) == 1  # of rank 0
+
+
+def test_elastic_training_saves_before_a_preemption(tmp_path: Path) -> None:
+    """No checkpoint is due for a long time; the next job goes on from that of the notice."""
+    program = [REPOSITORY / "examples/train_elastic.py", "--checkpoint", tmp_path / "train.pt"]
+    endless = [*program, "--steps=1000000", "--save-every=1000000", "--step-time=0.01"]
+    words = ["--nproc-per-node=2", "--preempt-signal=USR1", "--preempt-deadline=600"]
+    with running([*CLI, "run", *words, *endless], env=ENVIRONMENT) as job:
+        until_sync(lambda: "from step 0" in job.out, "the first step", SECONDS)
+        job.send(signal.SIGUSR1)
+        assert job.ended(SECONDS).code == 85
+    ended = run_torch("--nproc-per-node=2", *program, "--steps=1")
+    assert ended.code == 0, ended.err
+    (step,) = re.findall(r"restart 0: from step (\d+)", ended.out)
+    assert 0 < int(step) < 1_000_000
 
 
 def test_fsdp_resumes_from_a_distributed_checkpoint(tmp_path: Path) -> None:
