@@ -62,6 +62,7 @@ def blocks() -> tuple[Block, ...]:
 
 
 _OUTPUTS = "tests/docs/test_outputs.py"
+_TRAIN = "tests/programs/test_programs.py::test_the_guide_of_training_prints_what_it_shows"
 
 NOT_RUN: dict[tuple[str, str], str] = {
     ("README.md", ".venv/bin/aio-elastic run"): "`.ci/run` runs it in a fresh clone",
@@ -95,6 +96,8 @@ NOT_RUN: dict[tuple[str, str], str] = {
         "needs accelerate: tests/programs/test_programs.py"
     ),
     ("services.md", "journalctl"): "needs systemd as the first process",
+    ("train.md", "nn.Linear"): f"needs torch: {_TRAIN}",
+    ("train.md", "$ aio-elastic run"): f"needs torch: {_TRAIN}",
     ("upgrades.md", "pip install -U"): "needs a release at the index",
     ("logs.md", "<log_dir>/<run_id>"): f"{_OUTPUTS}::test_the_layout_of_the_logs",
     ("simulation.md", "for seed in range(1000)"): f"{_OUTPUTS}::test_the_ends_of_random_scenarios",

@@ -10,6 +10,7 @@ import pytest
 
 from docs.site.blocks import Block, blocks
 from tests.docs.test_blocks import place, prepare
+from tests.support.children import DEADLINE_S
 from tests.support.cli import run_program
 from tests.support.doc_outputs import lines_pattern
 from tests.support.doc_sessions import DIFFERS, SESSIONS
@@ -44,7 +45,11 @@ def commands_of(text: str) -> list[tuple[str, list[str]]]:
 @pytest.mark.docs
 @pytest.mark.parametrize("block", SHOWN, ids=lambda block: block.name)
 def test_a_session_prints_what_the_page_shows(block: Block, place: Path) -> None:
-    setup = session_of(block)
+    check_session(block, session_of(block), place)
+
+
+def check_session(block: Block, setup: Setup, place: Path, *, seconds: float = DEADLINE_S) -> None:
+    """Run the commands of a session with its setup; compare what each of them prints."""
     env = prepare(setup, place)
     commands = commands_of(block.text)
     script = [setup.beside, f"echo '{_MARK}'"]
@@ -53,7 +58,9 @@ def test_a_session_prints_what_the_page_shows(block: Block, place: Path) -> None
             command = command.replace(name, used)
         script += [f"{command}", f"code=$?; echo '{_MARK}'; (exit $code)"]
     script += ["true", setup.beside_end]
-    ended = run_program(["bash", "-c", "exec 2>&1\n" + "\n".join(script)], env=env, cwd=place)
+    ended = run_program(
+        ["bash", "-c", "exec 2>&1\n" + "\n".join(script)], env=env, cwd=place, seconds=seconds
+    )
     printed = ended.out.split(f"{_MARK}\n")[1:]
     names = {
         **DIFFERS,

@@ -32,7 +32,7 @@ OF_OTHERS = {
     *("--cgroupns", "--privileged", "--systemd", "--stop-timeout"),  # Docker, Podman
     *("--cpu", "--nproc"),  # accelerate, nproc(1)
     *("--enable-grpc-gateway", "--prefix"),  # etcd
-    *("--epochs", "--nope"),  # programs of workers
+    *("--device", "--epochs", "--nope"),  # programs of workers
     *("--export", "--foreground", "--only"),  # Slurm, timeout(1), `python -m benchmarks`
     *("--scope", "--user"),  # systemd-run, systemctl
     "--timeout-graceful-shutdown",  # uvicorn
@@ -40,6 +40,7 @@ OF_OTHERS = {
 """Options of other programs that the pages name."""
 NAMES_OF_OTHERS = {
     *("AsyncExitStack", "CalledProcessError", "DistNetworkError", "LightningCLI", "PrefixStore"),
+    *("DistributedDataParallel", "DistributedSampler"),
     *("CrashLoopBackOff", "OnFailure"),  # Kubernetes
     *("KillWait", "TimeoutStartSec", "TimeoutStopSec", "WatchdogSec"),  # Slurm, systemd
 }

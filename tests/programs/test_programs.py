@@ -11,9 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.test_blocks import place
+from tests.docs.test_sessions import check_session
 from tests.support.children import until_sync
 from tests.support.cli import CLI, REPOSITORY, Ended, run_cli, run_program, running
+from tests.support.doc_outputs import block_of
+from tests.support.doc_setups import Setup
 from tests.support.sockets import free_port, listening
+
+__all__ = ["place"]
 
 PROGRAMS = Path(__file__).parent
 SECONDS = 900.0  # torch takes seconds to import, per process and attempt; minutes on a busy host
@@ -84,6 +90,14 @@ def test_ddp_resumes_on_nodes_that_share_no_directory(tmp_path: Path) -> None:
     assert [one.code for one in ended] == [0, 0], [one.err for one in ended]
     assert "attempt 1: training from epoch 2 of 5" in "".join(one.out for one in ended)
     assert len([*tmp_path.rglob("snapshot.pt")]) == 1  # of rank 0
+
+
+def test_the_guide_of_training_prints_what_it_shows(place: Path) -> None:
+    """Its program crashes in step 25, and the restart goes on from the checkpoint of step 20."""
+    session = block_of("guides/train.md", "$ aio-elastic run")
+    program = block_of("guides/train.md", "nn.Linear").text
+    check_session(session, Setup(files={"train.py": program}), place, seconds=SECONDS)
+    assert [path.name for path in place.glob("*.pt*")] == ["train.pt"]
 
 
 def test_elastic_training_saves_before_a_preemption(tmp_path: Path) -> None:

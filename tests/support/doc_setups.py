@@ -386,6 +386,7 @@ SETUPS: dict[tuple[str, str], Setup] = {
     ),
     ("store.md", "StoreServer(tls="): Setup(with_certificates=True),
     ("store.md", "async with MemoryStore"): Setup(prints=("b'hello'",)),
+    ("train.md", "--healthy-after 3600"): Setup(is_dry=True, replaced={" gpu ": " 1 "}),
     ("trees.md", "--restart-scope worker"): Setup(files={"serve.py": "print('served')\n"}),
     ("trees.md", "agent.restart(child="): Setup(
         before=CHILDREN, replaced={'"serving/1"': '"serving/1"', "6)": "3)"}
