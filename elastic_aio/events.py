@@ -63,7 +63,8 @@ def _listed(numbers: tuple[object, ...], limit: int = _SHOWN_MAX) -> str:
 class JobStarted(Event, frozen=True, kw_only=True):
     """The job begins; no process has been started yet.
 
-    `nproc_per_node`, `max_restarts` and `has_timers` are the spec's; `agent_pid` is this process.
+    `nproc_per_node` and `has_timers` are the spec's, and `max_restarts`, which is 999999999 for a
+    job that restarts always; `agent_pid` is this process.
     """
 
     entrypoint: str
@@ -76,7 +77,7 @@ class JobStarted(Event, frozen=True, kw_only=True):
     node_losses: str = ""
     """The limit of `RestartPolicy.node_losses` for a job of several nodes; empty for none."""
     log_dir: str | None = None
-    """Directory of this run's logs; None if nothing is captured."""
+    """Directory of this run's logs; None if none are kept unless it fails."""
     role: str = "default"
     """Name of the workers of this node."""
     rdzv_backend: str = ""
@@ -86,6 +87,8 @@ class JobStarted(Event, frozen=True, kw_only=True):
     """The names of the children of a group; of independent workers, their ranks."""
     awaits_ready: bool = False
     """Whether `LaunchSpec.ready` says when a worker is ready."""
+    keeps_logs: bool = True
+    """Whether the output of a worker is kept at least if the job fails."""
 
     def _change(self, status: StatusTracker) -> None:
         job = JobStatus(
@@ -112,11 +115,12 @@ class JobStarted(Event, frozen=True, kw_only=True):
         what = f" ({self.entrypoint})" if is_group else f" of {self.entrypoint}"
         nodes = f", one of {self.nnodes} nodes".replace(":", " to ") if self.nnodes != "1" else ""
         losses = f", node losses at most {self.node_losses}" if self.node_losses else ""
-        logs = f"logs in {self.log_dir}" if self.log_dir else "logs kept only if it fails"
-        return (
-            f"run {self.run_id}: {workers}{what} on {self.node}{nodes},"
-            f" {restarts_text(self.max_restarts)}{losses}, {logs}"
-        )
+        logs = "logs kept only if it fails" if self.keeps_logs else "no logs"
+        logs = f"logs in {self.log_dir}" if self.log_dir else logs
+        # The children have restarts of their own.
+        has_own = self.max_restarts or not is_group
+        restarts = f", {restarts_text(self.max_restarts)}" if has_own else ""
+        return f"run {self.run_id}: {workers}{what} on {self.node}{nodes}{restarts}{losses}, {logs}"
 
 
 class WorkerStarted(Event, frozen=True, kw_only=True):

@@ -75,6 +75,7 @@ from elastic_aio import (
 )
 from elastic_aio.cli.guides import find_pages, sections
 from elastic_aio.reasons import LOST_PEER
+from elastic_aio.spec.restart import UNLIMITED
 from elastic_aio.status import Level
 
 WHEN = time.mktime((2026, 1, 2, 3, 4, 5, 0, 0, -1))
@@ -249,6 +250,12 @@ EVENTS: list[tuple[Event, int, str]] = [
     (JobStarted(run_id="r", node="box", entrypoint="x", nproc_per_node=2, nnodes="1:4",
      max_restarts=0, agent_pid=1), WARNING,
      "run r: 2 workers of x on box, one of 1 to 4 nodes, 0 restarts, logs kept only if it fails"),
+    (JobStarted(run_id="r", node="box", entrypoint="x", nproc_per_node=1, nnodes="1",
+     max_restarts=UNLIMITED, agent_pid=1, keeps_logs=False), WARNING,
+     "run r: 1 worker of x on box, unlimited restarts, no logs"),
+    (JobStarted(run_id="r", node="box", entrypoint="a, b", nproc_per_node=0, nnodes="1",
+     max_restarts=0, agent_pid=1, children=("a", "b")), WARNING,
+     "run r: 2 children (a, b) on box, logs kept only if it fails"),
     (WorkerStarted(rank=1, local_rank=1, pid=7), INFO, "rank 1 started (pid 7)"),
     (WorkerExited(rank=1, local_rank=1, pid=7, status=ExitStatus(code=3), duration=1.5), INFO,
      "rank 1 (pid 7): exit code 3, after 1.5 s"),

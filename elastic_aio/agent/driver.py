@@ -521,6 +521,7 @@ class Driver(BaseDriver):
                 has_timers=bool(spec.timers),
                 awaits_ready=spec.ready is not None,
                 log_dir=self._runtime.output.directory.log_dir,
+                keeps_logs=not spec.logs.is_off,
             )
         )
         self._begin(Start())

@@ -119,6 +119,7 @@ from elastic_aio.spec.group import (
     ready_timeout,
     reports_ready,
     restart_ends_run,
+    restart_limit,
     restarted_by_supervisor,
     scaled_to,
     size_of,
@@ -127,7 +128,6 @@ from elastic_aio.spec.group import (
 )
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.restart import (
-    UNLIMITED,
     RestartAction,
     RestartBudget,
     RestartDecision,
@@ -522,7 +522,7 @@ class SupervisorMachine:
             is_own = when == "on-failure" and self._group.restarts_itself(name, spec)
             if is_own or policy.scope != "group":  # then the policy is that of its workers
                 return when, None
-        limit = UNLIMITED if when == "always" else spec.max_restarts
+        limit = restart_limit(spec)
         # A group that is not restarted has failed because of its child, and says so.
         if when == "never" or (isinstance(spec, GroupSpec) and not limit):
             return when, None

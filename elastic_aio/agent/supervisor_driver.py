@@ -87,6 +87,7 @@ from elastic_aio.spec.group import (
     leaves_of,
     outermost_group,
     reports_ready,
+    restart_limit,
 )
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.logs import LogSpec
@@ -283,14 +284,17 @@ class LeafLog(ChildLog):
         *,
         generation: int,
         nproc: int,
+        max_restarts: int,
         has_ready: bool,
         attempt: int,
         beside: bool,
     ) -> None:
+        """Begin; the supervisor may restart the leaf up to `max_restarts` times."""
         super().__init__(log, path, generation, attempt=attempt, beside=beside)
         self._child = effect.name, effect.generation
         self._receive = receive
         self._nproc = nproc
+        self._max_restarts = max_restarts
         self._has_ready = has_ready
         self._attempt = -1
         self._started: set[int] = set()
@@ -298,6 +302,8 @@ class LeafLog(ChildLog):
         self._failures: tuple[Failure, ...] = ()
 
     def append(self, event: Event) -> None:
+        if isinstance(event, JobStarted):  # a leaf's own spec may leave its restarts to us
+            event = replace(event, max_restarts=self._max_restarts)
         super().append(event)
         match event:
             case WorkerStarted():
@@ -553,11 +559,12 @@ class SupervisorDriver(BaseDriver):
                     entrypoint=self._spec.name,
                     nproc_per_node=0 if isinstance(self._spec, GroupSpec) else self._nproc,
                     nnodes="1",
-                    max_restarts=self._spec.max_restarts,
+                    max_restarts=restart_limit(self._spec),
                     agent_pid=os.getpid(),
                     log_dir=log_dir,
                     role="" if isinstance(self._spec, GroupSpec) else self._spec.role,
                     children=tuple(self._machine.children),
+                    keeps_logs=_keeps_logs(self._spec),
                 )
             )
         self._begin(Start())
@@ -788,6 +795,7 @@ class SupervisorDriver(BaseDriver):
             self.receive,
             generation=parts.count_start(path),
             nproc=nproc,
+            max_restarts=restart_limit(self._machine.children[effect.name].spec),
             has_ready=reports_ready(spec),
             attempt=parts.next_attempt(path) if is_alone else 0,
             beside=any(one.effect.name == effect.name for one in others),
@@ -930,6 +938,12 @@ def _change(effect: ChildEffect, driver: BaseDriver) -> None:
             driver.request_preemption(notice.reason, max(0.0, notice.until - wall_clock()))
         case AskChild():
             driver.receive(effect.request)
+
+
+def _keeps_logs(spec: AnySpec) -> bool:
+    """Return whether the output of a leaf may be kept: as the job's logs say, or its own."""
+    leaves = leaves_of(spec).values()
+    return not all((spec if one.logs == LogSpec() else one).logs.is_off for one in leaves)
 
 
 def _has_logs(logs: LogSpec) -> bool:

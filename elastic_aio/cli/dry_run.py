@@ -86,7 +86,8 @@ def plan_lines(
     yield f"run id: {spec.run_id or _RANDOM}"
     yield from _nodes(spec)
     yield f"workers on this node: {nproc}"
-    yield f"restarts: {'unlimited' if spec.max_restarts == UNLIMITED else spec.max_restarts}"
+    is_unlimited = spec.max_restarts == UNLIMITED or spec.restart.when == "always"
+    yield f"restarts: {'unlimited' if is_unlimited else spec.max_restarts}"
     yield f"stop: {spec.stop}"
     yield from setting_lines(spec)
     yield f"logs: {directory or 'none'}"

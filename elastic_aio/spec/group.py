@@ -22,6 +22,7 @@ from elastic_aio.spec.job import NPROC_MAX, LaunchSpec, checked_max_restarts
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.spec.restart import (
     RESTART_WHEN,
+    UNLIMITED,
     RestartPolicy,
     RestartWhen,
     RestartWindow,
@@ -328,6 +329,12 @@ def outermost_group(spec: AnySpec) -> AnySpec:
         run_id=spec.run_id,
         event_history=spec.event_history,
     )
+
+
+def restart_limit(spec: AnySpec) -> int:
+    """Return how many restarts a job or child may have: `UNLIMITED` if it always restarts."""
+    when = spec.restart if isinstance(spec, GroupSpec) else spec.restart.when
+    return UNLIMITED if when == "always" else spec.max_restarts
 
 
 def is_restarted(group: GroupSpec) -> bool:

@@ -35,7 +35,7 @@ from elastic_aio.agent.supervisor_driver import SupervisorDriver
 from elastic_aio.child_events import ChildFinished, ChildLaunched, ReadinessChanged
 from elastic_aio.events import Event, JobFinished, JobStarted, StopRequested, WorkerStarted
 from elastic_aio.outcome import JobState
-from elastic_aio.spec.restart import Backoff, RestartPolicy
+from elastic_aio.spec.restart import UNLIMITED, Backoff, RestartPolicy
 from tests.support import functions
 from tests.support.children import POLITE, SLEEPER, shell, until
 from tests.support.fake_rendezvous import FakeRendezvous, node_spec
@@ -372,6 +372,25 @@ async def test_a_restart_of_the_whole_leaves_out_what_was_stopped() -> None:
         for path, pids in before.items():
             assert agent.pids(path).keys() == pids.keys()
             assert agent.pids(path) != pids
+
+
+async def test_the_events_have_the_restarts_of_the_supervisor() -> None:
+    """Not those of the spec, of a leaf that its supervisor restarts."""
+    async with Agent(leaf(restart=ALWAYS, logs=LogSpec(log_dir="/dev/null"))) as agent:
+        await until(lambda: agent.pids() != {})
+        started = await anext(agent.events())
+        assert isinstance(started, JobStarted)
+        assert (started.max_restarts, started.keeps_logs) == (UNLIMITED, False)
+        assert agent.status().max_restarts == UNLIMITED
+    tree = {
+        "a": leaf(restart=ALWAYS),
+        "b": leaf(max_restarts=3, restart=AT_ONCE),
+        "c": leaf(),
+    }
+    async with Agent(GroupSpec(tree)) as agent:
+        await until_all_run(agent)
+        limits = {name: child.max_restarts for name, child in agent.children().items()}
+        assert limits == {"a": UNLIMITED, "b": 3, "c": 0}
 
 
 async def test_a_child_that_restarts_is_not_ready_until_it_runs_again() -> None:
