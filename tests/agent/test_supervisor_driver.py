@@ -481,7 +481,7 @@ async def test_a_child_that_fails_waits_for_what_it_is_after(tmp_path: Path) -> 
     """It costs one of its restarts, whatever the time that the other one takes."""
     up = tmp_path / "up"
     server = leaf(
-        shell(f"touch {up}; trap 'rm {up}; exit' TERM; while :; do sleep 0.01; done"),
+        shell(f"trap 'rm {up}; exit' TERM; touch {up}; while :; do sleep 0.01; done"),
         ready={"exec": f"test -e {up}", "period": 0.05},
     )
     trainer = leaf(shell("while test -e $UP; do sleep 0.01; done; exit 3"), env={"UP": str(up)},
