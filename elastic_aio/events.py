@@ -205,7 +205,7 @@ class AttemptFailed(Event, frozen=True, kw_only=True):
     """All failures of the attempt, the root cause first."""
 
     def _change(self, status: StatusTracker) -> None:
-        status.failure = self.root.summary
+        status.failure, status.failed_attempt = self.root.summary, self.attempt
         status.enter("stopping", self.time, status.failure)
 
     def _text(self) -> str:

@@ -123,6 +123,8 @@ class JobStatus(Struct, frozen=True, kw_only=True):
     """Rounds that a change of the membership caused."""
     failure: str = ""
     """The root cause of the latest failed attempt."""
+    failed_attempt: int = -1
+    """The number of that attempt; -1 without one."""
     group_rank: int = 0
     group_world_size: int = 1
     world_size: int = 0
@@ -262,6 +264,7 @@ class StatusTracker:
         self.restarts = self.returned = 0
         self.attempt = 0
         self.failure = ""  # the root cause of the latest failed attempt
+        self.failed_attempt = -1
         self.nproc = 0  # workers of this node
         self.workers: dict[int, WorkerStatus] = {}  # of the latest attempt, by rank
         self._seq = -1
@@ -401,6 +404,7 @@ class StatusTracker:
             restarts=self.restarts,
             returned=self.returned,
             failure=self.failure,
+            failed_attempt=self.failed_attempt,
             world_size=self.job.world_size or len(self.workers),
             elapsed=self.elapsed(now),
             goodput=self.goodput(now),

@@ -162,7 +162,10 @@ def head_lines(status: JobStatus, now: float, phase: str | None = None) -> list[
         lines.append(f"round     {status.round}: {place}, {workers} in all, master {master}")
     lines.append(f"time      {_time(status, now)}")
     if status.failure:
-        lines.append(f"failure   {one_line(status.failure)}")
+        # Not the end of a job that has succeeded: it was restarted.
+        last = f"the last, of attempt {status.failed_attempt}: "
+        is_past = status.phase == "succeeded"
+        lines.append(f"failure   {last if is_past else ''}{one_line(status.failure)}")
     if status.log_dir:
         lines.append(f"logs      {printable(status.log_dir)}")
     return lines

@@ -230,7 +230,9 @@ def _table(jobs: Iterable[ListedJob], now: float) -> list[str]:
     rows = []
     for job in jobs:
         age = f"{local_time(job.since)} ({_age(now - job.since)} ago)" if job.since else "unknown"
-        rows.append((_shown(job.run_id), job.state.value, str(len(job.nodes)), age))
+        # Nodes that have left after the end are not known any more.
+        nodes = "-" if job.ended_at is not None and not job.nodes else str(len(job.nodes))
+        rows.append((_shown(job.run_id), job.state.value, nodes, age))
     return table(("RUN", "STATE", "NODES", "SINCE"), rows)
 
 

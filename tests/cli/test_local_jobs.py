@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from elastic_aio.cli import events, local_jobs, logs, main, top, why
 from elastic_aio.cli.local_jobs import JobError, choose_job
@@ -31,11 +32,12 @@ from elastic_aio.control.client import (
 )
 from elastic_aio.control.protocol import AcceptedReply, AwaitEnd, EndReply, ErrorReply
 from elastic_aio.control.sockets import CONTROL_DIR
-from elastic_aio.outcome import JobState
+from elastic_aio.events import AttemptFailed
+from elastic_aio.outcome import ExitStatus, Failure, JobState
 from elastic_aio.process import proc
 from elastic_aio.spec.checks import UsageError
 from elastic_aio.spec.restart import UNLIMITED
-from elastic_aio.status import JobStatus
+from elastic_aio.status import JobStatus, StatusTracker
 from tests.support.children import until_sync
 from tests.support.cli import CLI, Running, run_program, running, running_cli
 from tests.support.control import open_channel, own_control_dir
@@ -247,6 +249,17 @@ def test_restarts_that_were_returned_are_not_used() -> None:
     assert (
         job_row(RunningJob("/7", 7, endless), 0)[JOB_COLUMNS.index("RESTARTS LEFT")] == "unlimited"
     )
+
+
+def test_the_failure_of_a_job_that_has_succeeded_is_the_last() -> None:
+    tracker = StatusTracker()
+    root = Failure(1, 1, 5, "box", ExitStatus(code=1), 0.0, 0)
+    tracker(AttemptFailed(attempt=2, root=root, failures=(root,)))
+    status = tracker.status(0)
+    assert "failure   rank 1 (pid 5): exit code 1" in head_lines(status, 0)
+    ended = replace(status, phase="succeeded", attempt=3)
+    line = "failure   the last, of attempt 2: rank 1 (pid 5): exit code 1"
+    assert line in head_lines(ended, 0)
 
 
 @pytest.mark.parametrize("argv", [["stop"], ["restart"], ["signal", "USR1"]])

@@ -55,7 +55,7 @@ async def test_a_table_and_lines_of_json() -> None:
         await end_job(server.endpoint, "mine", None)
         header, ended, lost = await run("jobs", *at)
         assert header.split() == ["RUN", "STATE", "NODES", "SINCE"]
-        assert ended.split()[:3] == ["old", "failed", "0"]
+        assert ended.split()[:3] == ["old", "failed", "-"]
         assert ended.endswith("(3 hours ago)")
         assert lost.split()[:3] == ["mine", "lost", "0"]
         first, second = map(json.loads, await run("jobs", "--json", *at))
