@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Final, Generic, Protocol, TypeVar
 
 from msgspec import Struct
 
-from elastic_aio.errors import StoreClosed, StoreError, StoreLost, StoreTimeout
+from elastic_aio.errors import StoreClosed, StoreError, StoreLost, StoreRefused, StoreTimeout
 from elastic_aio.spec.checks import parse_host_port
 from elastic_aio.spec.restart import Backoff
 from elastic_aio.spec.tls import TlsSpec
@@ -129,26 +129,33 @@ class EngineLink(abc.ABC, Generic[_C]):
         Return the result, and whether an earlier attempt may have been carried out too.
 
         Raises:
-            StoreRefused: the engine refuses it.
+            StoreRefused: the engine refuses it; or, before the first answer, all servers and this
+                client refuse each other's certificates.
             StoreLost: the link is lost, or the request must not be sent again.
             StoreTimeout: no server has answered until `deadline`.
         """
         began, is_repeat = asyncio.get_running_loop().time(), False
-        attempts = 0
+        attempts, refused_by = 0, set[int]()
         while True:
             self.check()
             member = self._current
             try:
                 return await self._attempt(member, request), is_repeat
             except NotDone as error:
-                reason = str(error)
+                reason, is_refusal = str(error), _is_tls_refusal(error)
             except NotAnswered as error:
-                reason, is_repeat = str(error), True
+                reason, is_refusal, is_repeat = str(error), _is_tls_refusal(error), True
                 if not is_repeatable:
                     self.check()
                     self._fail_over(member, reason)
                     text = f"{reason}; the change may have been made or not"
                     raise StoreLost(text) from None
+            if is_refusal and not self.last_received_at:
+                # No server was ever reached; of one that was, the certificates may be exchanged.
+                refused_by.add(member)
+                if len(refused_by) == len(self._members):
+                    self._fail_over(member, reason)
+                    raise StoreRefused(self.explain())
             await self._back_off(member, reason, attempts, began, deadline)
             attempts += 1
 
@@ -188,13 +195,30 @@ class EngineLink(abc.ABC, Generic[_C]):
 def no_reply_reason(error: OSError) -> str:
     """Return why there is no reply, in a few words."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"TLS: {error.verify_message}"
+        return f"TLS: {error.verify_message} (tls_ca, tls_server_name)"
     if isinstance(error, ssl.SSLError):
         from elastic_aio.store.tls import tls_reason
 
-        return f"TLS: {tls_reason(error)}"
+        setting = " (tls_cert, tls_key)" if _refuses_certificate(error) else ""
+        return f"TLS: {tls_reason(error)}{setting}"
     if isinstance(error, TimeoutError):
         return "does not answer"
     if isinstance(error, ConnectionRefusedError):
         return "connection refused"
     return error_reason(error)
+
+
+def _is_tls_refusal(error: BaseException) -> bool:
+    """Return whether an error comes from a certificate that one side does not accept."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLCertVerificationError) or _refuses_certificate(cause):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def _refuses_certificate(error: BaseException) -> bool:
+    """Return whether an error is the alert of a server that does not accept our certificate."""
+    reason = (isinstance(error, ssl.SSLError) and error.reason) or ""
+    return "_ALERT_" in reason and ("CERTIFICATE" in reason or "UNKNOWN_CA" in reason)

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
+from elastic_aio.discovery.engine import EngineLocator
+from elastic_aio.discovery.locator import DiscoveryError
 from elastic_aio.errors import StoreClosed, StoreLost, StoreRefused, StoreTimeout
+from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.store import ChangeKind
 from tests.engines.conftest import Engine
 from tests.support.certificates import Authority
@@ -246,10 +249,45 @@ async def test_tls(engine: Engine, tmp_path: Path, authority: Authority) -> None
             async with engine.client(server.endpoint, timeout=0.5):
                 pass
         other = Authority(tmp_path, "other").issue()
-        with pytest.raises(StoreTimeout, match=r"TLS: self.signed certificate|TLS: unable to get"):
-            async with engine.client(server.endpoint, timeout=0.5, tls=other):
+        # At once, whatever the timeout: another attempt does not help.
+        with pytest.raises(StoreRefused, match=r"TLS: (self.signed|unable to get).*\(tls_ca, "):
+            async with engine.client(server.endpoint, timeout=300, tls=other):
+                pass
+        bare = tls.replace(cert=None, key=None)
+        with pytest.raises(StoreRefused, match=r"TLS: .*certificate.* \(tls_cert, tls_key\)$"):
+            async with engine.client(server.endpoint, timeout=300, tls=bare):
                 pass
         named = dataclasses.replace(tls, server_name="elsewhere.example")
-        with pytest.raises(StoreTimeout, match=r"TLS: Hostname mismatch.*elsewhere.example"):
-            async with engine.client(server.endpoint, timeout=0.5, tls=named):
+        with pytest.raises(StoreRefused, match=r"TLS: Hostname mismatch.*elsewhere.example"):
+            async with engine.client(server.endpoint, timeout=300, tls=named):
                 pass
+
+
+async def test_a_job_that_had_a_store_waits_for_new_certificates(
+    engine: Engine, tmp_path: Path, authority: Authority
+) -> None:
+    """Its first search ends at once where a certificate is refused; later ones go on."""
+    good, other = authority.issue(), Authority(tmp_path, "other").issue()
+    ca = tmp_path / "ca.pem"
+    ca.write_bytes(Path(str(other.ca)).read_bytes())
+    waits: list[str] = []
+
+    def on_wait(why: str, left: float | None) -> None:
+        waits.append(why)
+        if len(waits) == 2:
+            ca.write_bytes(Path(str(good.ca)).read_bytes())
+
+    with engine.kind.serve_tls(tmp_path, good) as server:
+        spec = RendezvousSpec(
+            backend=engine.kind.name.lower(),
+            endpoint=server.endpoint,
+            tls=good.replace(ca=str(ca)),
+            read_timeout=300,
+        )
+        locator = EngineLocator(spec, "run", on_wait)
+        with pytest.raises(DiscoveryError, match=r"^cannot use .*TLS: .*\(tls_ca, "):
+            await locator.locate(is_first=True)
+        assert waits == []
+        await locator.locate(is_first=False)
+        await locator.aclose()
+    assert len(waits) == 2
