@@ -32,12 +32,14 @@ class Row:
         alone: the peers are observed one after the other, as what is measured, or a port of the
             host, needs it.
         varies: two runs may give different cells.
+        needs: a program without which ours gives another cell; empty for none.
     """
 
     title: str
     behaviour: Callable[[Any], str]
     alone: bool = False
     varies: bool = False
+    needs: str = ""
 
 
 @dataclass(frozen=True)

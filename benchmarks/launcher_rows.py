@@ -860,7 +860,7 @@ _ROWS = {
     "two-jobs": Row("two jobs at once, with the default port", _two_jobs, alone=True),
     "port-in-use": Row("the given port is in use", _port_in_use),
     "status": Row("a command that shows the state of a running job has", _status),
-    "dump": Row("a command that shows where workers are has", _dump),
+    "dump": Row("a command that shows where workers are has", _dump, needs="py-spy"),
     "events": Row("events as lines of JSON, of a success", _events, varies=True),
     "start": Row("time until 2 workers run, median of 5", _start, alone=True, varies=True),
     "many": Row("time until 64 workers run", _many, alone=True, varies=True),

@@ -365,6 +365,7 @@ def _plain(text: str, directory: Path) -> str:
     line = re.sub(r"/\S+(/\w+\.py\))", r"\1", line)
     # Whether the node that is missing has a name depends on who notices its end first.
     line = re.sub(r"(?<= are left)(?: \(node-a.*?\))*; (?:missing: .*?; )?", "; ", line)
+    line = line.replace("requested by python elastic_aio ", "requested by python3 aio-elastic ")
     line = re.sub(r"(?<=expired after )[\d.]+", "0.3", re.sub(r"\buid \d+", "uid 1000", line))
     line = re.sub(r"\bpid \d+|\b\d+ (?=Killed )", lambda m: re.sub(r"\d+", "4711", m[0]), line)
     line = re.sub(r"(?<=port )\d{4,5}|(?<=:)\d{5}\b|(?<=', )\d{4,5}", "29500", line)
