@@ -412,7 +412,7 @@ def _succeeded_before(peer: Launching) -> str:
 
 
 def _attempts_apart(peer: Launching) -> str:
-    with Launched(peer, Launch("meet out=x 1:fail=1", restarts=1, logs=True)) as job:
+    with Launched(peer, Launch("out=x meet 1:fail=1", restarts=1, logs=True)) as job:
         job.code()
         return f"{job.log_texts().count(_X)} of 4 files"
 
