@@ -75,6 +75,7 @@ ANSWER_S: Final = 10.0
 """Seconds in which an agent reads a request."""
 
 _ENDED: Final = "the job has ended: its control socket is gone"
+_EARLY_S: Final = 0.002  # a timer of uvloop may fire a millisecond before its time
 _DUMP_S: Final = 60.0
 _NAMES_MAX: Final = 10
 _PATIENCE_S: Final = 2.0
@@ -370,7 +371,7 @@ class JobClient:
         try:
             return await self._ask(AwaitEnd(), EndReply, timeout)
         except AgentUnreachable:
-            if deadline is None or time.monotonic() < deadline:
+            if deadline is None or time.monotonic() + _EARLY_S < deadline:
                 raise
             raise TimeoutError(f"the job has not ended after {timeout:g} s") from None
 

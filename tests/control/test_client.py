@@ -183,8 +183,9 @@ async def test_an_agent_that_does_not_answer_is_given_up(silent: str) -> None:
         for request in requests:
             with pytest.raises(AgentUnreachable, match=r"^the agent does not answer: timed out$"):
                 await request
-        with pytest.raises(TimeoutError, match="the job has not ended"):
-            await client.wait(0.01)
+        for _ in range(20):  # a timer may fire a little before its time
+            with pytest.raises(TimeoutError, match="the job has not ended"):
+                await client.wait(0.01)
 
 
 async def test_a_job_that_ends_while_it_is_asked_has_ended(silent: str) -> None:
