@@ -473,7 +473,9 @@ async def test_workers_run_on_at_another_store(keeps: bool) -> None:
     port = int(endpoint.rpartition(":")[2])
     server = StoreServer("127.0.0.1", port)
     await server.start()
-    spec = job_spec(endpoint, "2", is_host=False, keep_workers=keeps, store_grace=20.0)
+    # Nodes that have succeeded, and whose leases are over by then, wait for another's run.
+    times: dict[str, Any] = {"heartbeat_timeout": 20.0, "store_grace": 20.0}
+    spec = job_spec(endpoint, "2", is_host=False, keep_workers=keeps, **times)
     async with present(FakeAgent("a", spec), FakeAgent("b", spec)) as (a, b):
         await all_formed(a, b)
         await server.aclose()
