@@ -1,8 +1,8 @@
 """The tables of docs/reference, from what the code knows: `python -m docs.site.reference`.
 
 A field of a spec says its default and, in its docstring, its meaning; an option of any command its
-help; a key of `--rdzv-conf` its least value; an event its fields; `WorkerContext`
-the variables of a worker.  The pages say in which table each stands, and
+help; a key of `--rdzv-conf` its least value; an event its fields and, in its docstrings, its
+meaning; `WorkerContext` the variables of a worker.  The pages say in which table each stands, and
 in which order.  `SEE` adds the links that a docstring cannot have.
 """
 
@@ -27,6 +27,7 @@ from docs.site.names import ROOT
 from elastic_aio import GroupSpec, LaunchSpec, SignalSpec, StopStep, TlsSpec
 from elastic_aio.cli import COMMANDS, USAGE
 from elastic_aio.cli import main as run_command
+from elastic_aio.cli.guides import anchors_of
 from elastic_aio.cli.parser import OptionParser
 from elastic_aio.cli.run_options import RUN_OPTIONS
 from elastic_aio.cli.store_options import add_store_options
@@ -76,6 +77,50 @@ SEE = {
     "ps --all": "[finished-runs.md](../guides/finished-runs.md)",
     "stop --kill": "[which processes](../guides/control.md#the-socket)",
 }
+
+GUIDES = {
+    "AttemptFailed": "failures.md#known-causes",
+    "Restarting": "runbook.md#a-job-restarts",
+    "StopRequested": "stopping.md#what-happens-in-a-stop",
+    "PreemptionNotice": "stopping.md#a-preemption",
+    "LeftoversFound": "stopping.md#what-a-success-leaves-behind",
+    "StopEscalated": "runbook.md#a-job-does-not-stop",
+    "WorkerAbandoned": "runbook.md#a-job-does-not-stop",
+    "SignalForwarded": "stopping.md#signals",
+    "TimerExpired": "hangs.md#deadlines",
+    "TimerRejected": "hangs.md#deadlines",
+    "DeadlineMissed": "hangs.md#deadlines",
+    "WorkersIdle": "hangs.md#a-job-that-hangs-now",
+    "WorkersUnfinished": "hangs.md#a-job-that-hangs-now",
+    "StacksDumped": "hangs.md#stacks",
+    "GuardianRestarted": "stopping.md#when-the-guardian-is-killed-too",
+    "GuardianLost": "stopping.md#when-the-guardian-is-killed-too",
+    "LostJobFound": "runbook.md#processes-are-left",
+    "ControlUnavailable": "control.md#the-socket",
+    "ConsoleLost": "logs.md#the-console",
+    "LogDiskFull": "logs.md#a-full-disk",
+    "LogsNotRemoved": "logs.md#how-much-is-kept",
+    "OutputLost": "logs.md#files",
+    "EventsMissed": "events.md#reading",
+    "JobFinished": "runbook.md#an-exit-code",
+    "ChildRestarting": "trees.md#restarts",
+    "ChildFinished": "trees.md#the-end",
+    "ReloadFailed": "trees.md#reload-and-scale",
+    "RoundForming": "runbook.md#nodes-do-not-come-together",
+    "RoundWaiting": "many-nodes.md#what-happens-when",
+    "MembershipPending": "many-nodes.md#nodes-that-join",
+    "MembershipChanged": "many-nodes.md#what-happens-when",
+    "NodeJoined": "many-nodes.md#nodes-that-join",
+    "NodeLost": "restarts.md#lost-nodes",
+    "NodeRefused": "runbook.md#nodes-do-not-come-together",
+    "NodeExcluded": "many-nodes.md#nodes-that-are-not-fit",
+    "NodeStandby": "many-nodes.md#nodes-that-join",
+    "RendezvousStoreAwaited": "runbook.md#nodes-do-not-come-together",
+    "RendezvousStoreLost": "many-nodes.md#when-the-store-is-lost",
+    "RendezvousStoreRecovered": "many-nodes.md#when-the-store-is-lost",
+    "WorkerStoreRefused": "many-nodes.md#the-store-of-the-workers",
+}
+"""The section that says what to do about an event: for each of level WARNING, and the last."""
 """Where a reader finds more, by the field or the option."""
 
 
@@ -363,16 +408,33 @@ def with_key_table(text: str) -> str:
 _EVENT_ROW = re.compile(r"^\| `([A-Z]\w+)` \| (.*?) \| (.*) \|$", re.MULTILINE)
 
 
-def with_event_fields(text: str) -> str:
-    """Return docs/reference/events.md with all fields of each event."""
+def event_row(kind: type[Event]) -> str:
+    """Return the row of an event: its fields, and the docstrings of the event and its fields."""
     common = {each.name for each in msgspec.structs.fields(Event)}
+    own = [each.name for each in msgspec.structs.fields(kind) if each.name not in common]
+    docs = field_docs(kind)
+    parts = [" ".join((kind.__doc__ or "").split())]
+    parts += [f"`{name}`: {docs[name]}" for name in own if name in docs]
+    if guide := GUIDES.get(kind.__name__):
+        parts.append(f"See [{_title_of(guide)}](../guides/{guide}).")
+    fields = ", ".join(f"`{name}`" for name in own)
+    return f"| `{kind.__name__}` | {fields} | {_cell(' '.join(parts))} |"
+
+
+def _title_of(guide: str) -> str:
+    """Return the heading that a link to a guide leads to."""
+    page, _, anchor = guide.partition("#")
+    text = (ROOT / "docs/guides" / page).read_text()
+    (found,) = [each for each in anchors_of(text) if each.level and each.anchor == anchor]
+    return text.split("\n")[found.line].lstrip("# ")
+
+
+def with_events(text: str) -> str:
+    """Return docs/reference/events.md with the rows of all events as the code has them."""
 
     def row(match: re.Match[str]) -> str:
         kind = getattr(elastic_aio, match[1], None)
-        if not (isinstance(kind, type) and issubclass(kind, Event)):
-            return match[0]
-        own = [each.name for each in msgspec.structs.fields(kind) if each.name not in common]
-        return f"| `{match[1]}` | {', '.join(f'`{name}`' for name in own)} | {match[3]} |"
+        return event_row(kind) if isinstance(kind, type) and issubclass(kind, Event) else match[0]
 
     return _EVENT_ROW.sub(row, text)
 
@@ -404,7 +466,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     "command-line.md": lambda text: with_key_table(
         with_command_tables(with_option_tables(with_usage(text)))
     ),
-    "events.md": with_event_fields,
+    "events.md": with_events,
     "worker-environment.md": with_worker_variables,
 }
 

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
-from docs.site.reference import SPECS, command_options, fields_of
+from docs.site.reference import GUIDES, SPECS, command_options, fields_of
 from elastic_aio import Agent, Event, open_process
 from elastic_aio.cli import COMMANDS
 from elastic_aio.cli.guides import TABLES, find_pages, sections
 from elastic_aio.http import StatusServer
 from elastic_aio.outcome import PREEMPTED_CODE
 from elastic_aio.rendezvous.base import NODES_NOT_REPLACED, RENDEZVOUS_FAILED
+from elastic_aio.status import Level
 from elastic_aio.store import Store
 from elastic_aio.testing import run_random_scenario
 from tests.support.cli import REPOSITORY
@@ -142,3 +143,13 @@ def test_an_exit_code_has_its_rows(code: int) -> None:
 @pytest.mark.parametrize("event", sorted(one.__name__ for one in Event.__subclasses__()))
 def test_an_event_has_its_row(event: str) -> None:
     assert sections(text_of("events-reference"), event)
+
+
+def test_each_event_of_a_fault_names_the_section_that_says_what_to_do() -> None:
+    """Those of level WARNING, but not the first of a job; `docs.site.reference` finds headings."""
+    known = {kind.__name__: kind for kind in Event.__subclasses__()}
+    warnings = {name for name, kind in known.items() if kind._level == Level.WARNING}
+    assert GUIDES.keys() - {"JobFinished"} == warnings - {"JobStarted"}
+    for name, guide in GUIDES.items():
+        (rows,) = sections(text_of("events-reference"), name)
+        assert rows.rstrip().endswith(f"](../guides/{guide}). |"), name
