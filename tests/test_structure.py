@@ -37,6 +37,7 @@ LATE = {
     "cli.completion": "the table of all commands has this one",
     "cli.up": "the table of all commands has this one",
     "control.client": "a command does without an event loop",
+    "cli.printer": "the page about a failure that has happened",
     "cli.guides": "the table of all commands has this one",
     "cli.run_options": "the guardian is spawned before the sockets are imported",
     "compat.torch.site.sitecustomize": "the program may install nothing",

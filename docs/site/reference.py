@@ -2,8 +2,9 @@
 
 A field of a spec says its default and, in its docstring, its meaning; an option of any command its
 help; a key of `--rdzv-conf` its least value; an event its fields and, in its docstrings, its
-meaning; `WorkerContext` the variables of a worker.  The pages say in which table each stands, and
-in which order.  `SEE` adds the links that a docstring cannot have.
+meaning; `EXIT_CODES` those of `aio-elastic run`; `WorkerContext` the variables of a worker.
+The pages say in which table each stands, and in which order.  `SEE` adds the links that a
+docstring cannot have.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,7 +29,8 @@ from docs.site.names import ROOT
 from elastic_aio import GroupSpec, LaunchSpec, SignalSpec, StopStep, TlsSpec
 from elastic_aio.cli import COMMANDS, USAGE
 from elastic_aio.cli import main as run_command
-from elastic_aio.cli.guides import anchors_of
+from elastic_aio.cli.exit_codes import EXIT_CODES
+from elastic_aio.cli.guides import anchors_of, find_pages
 from elastic_aio.cli.parser import OptionParser
 from elastic_aio.cli.run_options import RUN_OPTIONS
 from elastic_aio.cli.store_options import add_store_options
@@ -416,15 +419,15 @@ def event_row(kind: type[Event]) -> str:
     parts = [" ".join((kind.__doc__ or "").split())]
     parts += [f"`{name}`: {docs[name]}" for name in own if name in docs]
     if guide := GUIDES.get(kind.__name__):
-        parts.append(f"See [{_title_of(guide)}](../guides/{guide}).")
+        parts.append(f"See [{_title_of(f'guides/{guide}')}](../guides/{guide}).")
     fields = ", ".join(f"`{name}`" for name in own)
     return f"| `{kind.__name__}` | {fields} | {_cell(' '.join(parts))} |"
 
 
 def _title_of(guide: str) -> str:
-    """Return the heading that a link to a guide leads to."""
+    """Return the heading that a link to a section leads to."""
     page, _, anchor = guide.partition("#")
-    text = (ROOT / "docs/guides" / page).read_text()
+    text = (ROOT / "docs" / page).read_text()
     (found,) = [each for each in anchors_of(text) if each.level and each.anchor == anchor]
     return text.split("\n")[found.line].lstrip("# ")
 
@@ -437,6 +440,19 @@ def with_events(text: str) -> str:
         return event_row(kind) if isinstance(kind, type) and issubclass(kind, Event) else match[0]
 
     return _EVENT_ROW.sub(row, text)
+
+
+def with_exit_codes(text: str) -> str:
+    """Return docs/reference/exit-codes.md with the codes of `aio-elastic run` as the code has."""
+    rows = ""
+    for each in EXIT_CODES:
+        link = "/".join(Path(find_pages()[each.guide.split()[0]]).parts[-2:])
+        guide = f"{link}#{each.guide.split()[1]}"
+        rows += f"| {each.code} | {_cell(each.meaning)} | [{_title_of(guide)}](../{guide}) |\n"
+    table = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    assert table is not None
+    head = "| code | meaning | what to do |\n|---|---|---|\n"
+    return text[: table.start()] + head + rows + text[table.end() :]
 
 
 def worker_variables() -> dict[str, str]:
@@ -467,6 +483,7 @@ PAGES: dict[str, Callable[[str], str]] = {
         with_command_tables(with_option_tables(with_usage(text)))
     ),
     "events.md": with_events,
+    "exit-codes.md": with_exit_codes,
     "worker-environment.md": with_worker_variables,
 }
 

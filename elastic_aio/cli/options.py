@@ -215,10 +215,16 @@ def choose_loop(choice: str, *, serves_store: bool = False) -> LoopFactory | Non
 
 
 def print_error(command: str, text: str, code: int) -> int:
-    """Write a line to stderr, if that is open; return the exit code `code`."""
+    """Write a line to stderr, if that is open; return the exit code `code`.
+
+    On a terminal the line of a refused option ends with the command that prints the option's rows.
+    """
     prefix = f"aio-elastic {command}" if command else "aio-elastic"
+    hint = ""
+    if text.startswith("--") and " (got " in text and os.isatty(2):
+        hint = f"; see aio-elastic help {text.partition(':')[0]}"
     try:
-        os.write(2, f"{prefix}: {one_line(text)}\n".encode("utf-8", "replace"))
+        os.write(2, f"{prefix}: {one_line(text)}{hint}\n".encode("utf-8", "replace"))
     except OSError:
         pass  # closed, full or broken: the exit code remains
     return code

@@ -42,6 +42,7 @@ class EventPrinter:
         self._writer = LineWriter(stderr)
         self._level = level
         self._is_colored = color == "always" or (color == "auto" and stderr.is_terminal)
+        self._is_terminal = stderr.is_terminal
         self._countdown: _Countdown | None = None
         if stderr.is_terminal and level <= Level.WARNING:
             style = _BOLD if self._is_colored else b""
@@ -104,6 +105,7 @@ class EventPrinter:
     async def print_result(self, error: JobEnded, name: str, python: str | None = None) -> None:
         """Print the failure report of a job of this `name` if workers failed, else one line.
 
+        On a terminal a page follows the line; a program that reads it gets the line only.
         `python` is the interpreter that the caller has named.
 
         Cancellation: the report is not printed.
@@ -125,6 +127,11 @@ class EventPrinter:
             if python and text.startswith(f"cannot run {python}: "):
                 text = f"PYTHON_EXEC: {text}"
             self.print(text, _RED)
+            if self._is_terminal and isinstance(error, JobFailed):
+                from elastic_aio.cli.exit_codes import guide_of_end  # after a failure only
+
+                guide = guide_of_end(error.result.exit_code, error.result.cause)
+                self.print_line(f"Help: aio-elastic help {guide}")
 
     async def drain(self, patience: float) -> None:
         """Wait until everything is printed, or the console is blocked for `patience` seconds."""

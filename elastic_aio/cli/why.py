@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+from elastic_aio.cli.exit_codes import guide_of_end
 from elastic_aio.cli.local_jobs import (
     EXIT_CODES,
     JobError,
@@ -27,6 +28,8 @@ from elastic_aio.control.client import CommandClient, RunningJob, iterate_blocki
 from elastic_aio.event_json import read_events
 from elastic_aio.events import Event, JobStarted
 from elastic_aio.explanation import Step, explain
+from elastic_aio.outcome import JobState
+from elastic_aio.record import JobRecord
 from elastic_aio.spec.checks import UsageError, invalid_value
 from elastic_aio.status import JobStatus, StatusTracker
 from elastic_aio.text import error_reason, one_line, printable
@@ -75,7 +78,7 @@ def main_why(argv: Sequence[str]) -> int:
     if job is not None and not isinstance(job, RunningJob):
         from elastic_aio.cli.finished_jobs import run_lines
 
-        history, head, report = [], run_lines(job), job.report()
+        history, head, report = [], run_lines(job), job.report() or _help(job)
         try:
             history = recorded_events(job)
         except JobError as error:
@@ -94,6 +97,15 @@ def main_why(argv: Sequence[str]) -> int:
         lines.append(f"({len(steps) - len(shown)} earlier steps: --all)")
     print("\n".join([*lines, *format_steps(shown), *map(printable, report.splitlines())]))
     return 0
+
+
+def _help(run: JobRecord) -> str:
+    """Return the line that names the page about a failure without a report; else nothing."""
+    if run.phase != JobState.FAILED or run.exit_code is None:
+        return ""
+    has_worker = run.failures and run.exit_code == 1  # and its report is lost
+    guide = "failures" if has_worker else guide_of_end(run.exit_code)
+    return f"Help: aio-elastic help {guide}"
 
 
 def _head(history: Sequence[Event], now: float, status: JobStatus | None) -> list[str]:

@@ -255,6 +255,13 @@ def test_the_last_of_several_runs_with_one_id(ask: Ask) -> None:
 
 
 @pytest.mark.e2e
+def test_why_no_worker_was_started(ask: Ask) -> None:
+    """There is no report; the page about the exit code is named."""
+    assert run_cli("--rdzv-id", "unstarted", "nope.py").code == 127
+    assert ask("why", "unstarted").splitlines()[-1] == "Help: aio-elastic help runbook an-exit-code"
+
+
+@pytest.mark.e2e
 def test_logs_of_a_job_that_failed_without_a_word(ask: Ask) -> None:
     run_cli("--rdzv-id=a", "--no-python", "false")
     problem = (

@@ -41,6 +41,28 @@ def run_on_terminal(*args: object, env: dict[str, str | None] | None = None) -> 
     return run_program(words, env={"TERM": "xterm", "NO_COLOR": None, **(env or {})})
 
 
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["--tee", "9", "x.py"], "(got '9'); see aio-elastic help --tee"),
+        (["nope.py"], "script not found: nope.py\nHelp: aio-elastic help runbook an-exit-code"),
+        (["--qqq", "x.py"], "is not an option (aio-elastic run --help lists the options)"),
+    ],
+)
+def test_on_a_terminal_an_error_names_its_page(
+    words: list[str], shown: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A program that reads the error gets its line only."""
+    ended = run_on_terminal(*words, env={"NO_COLOR": "1"})
+    assert ended.out.replace("\r", "").endswith(f"{shown}\n")
+    line = shown.partition("; see ")[0].partition("\n")[0]
+    assert run_cli(*words).err.endswith(f"{line}\n")
+    if "aio-elastic help" in shown:
+        assert main(["help", *shown.rpartition("help ")[2].split()]) == 0
+        assert capfd.readouterr().out.startswith("#")
+
+
 @pytest.mark.both_loops
 async def test_a_failure_report_does_not_block_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

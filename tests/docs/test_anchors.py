@@ -15,10 +15,10 @@ import pytest
 from docs.site.reference import GUIDES, SPECS, command_options, fields_of
 from elastic_aio import Agent, Event, open_process
 from elastic_aio.cli import COMMANDS
+from elastic_aio.cli.exit_codes import EXIT_CODES, guide_of_end
 from elastic_aio.cli.guides import TABLES, find_pages, sections
 from elastic_aio.http import StatusServer
-from elastic_aio.outcome import PREEMPTED_CODE
-from elastic_aio.rendezvous.base import NODES_NOT_REPLACED, RENDEZVOUS_FAILED
+from elastic_aio.outcome import EndCause
 from elastic_aio.status import Level
 from elastic_aio.store import Store
 from elastic_aio.testing import run_random_scenario
@@ -27,7 +27,7 @@ from tests.support.cli import REPOSITORY
 PACKAGE = REPOSITORY / "elastic_aio"
 ERRORS = {"SpecError", "UsageError", "invalid_value"}
 FIELDS = [f"{owner.__spec_prefix__}{name}" for owner in SPECS for name in fields_of(owner)]
-CODES = [0, 1, 2, PREEMPTED_CODE, NODES_NOT_REPLACED, RENDEZVOUS_FAILED, 126, 127, 255]
+CODES = sorted({each.code for each in EXIT_CODES if isinstance(each.code, int)})
 
 ARGUMENTS: dict[str, Callable[..., Any]] = {
     "address": StatusServer,
@@ -138,6 +138,25 @@ def test_an_argument_is_that_of_a_public_function(name: str) -> None:
 @pytest.mark.parametrize("code", CODES)
 def test_an_exit_code_has_its_rows(code: int) -> None:
     assert sections(text_of("exit-codes"), str(code))
+
+
+@pytest.mark.parametrize("guide", sorted({each.guide for each in EXIT_CODES}))
+def test_the_section_about_an_exit_code_is_there(guide: str) -> None:
+    page, section = guide.split()
+    assert sections(text_of(page), section)
+
+
+@pytest.mark.parametrize("cause", EndCause)
+def test_each_end_of_a_job_without_a_failed_worker_has_its_section(cause: EndCause) -> None:
+    (found,) = [each for each in EXIT_CODES if cause in each.causes]
+    assert guide_of_end(1, cause) == found.guide
+
+
+def test_the_section_of_a_code_without_a_cause() -> None:
+    """The first row counts; no row has a code that only a worker exits with."""
+    assert guide_of_end(1) == "sizing where-one-job-stops"
+    assert guide_of_end(127) == "runbook an-exit-code"
+    assert guide_of_end(37) == "failures"
 
 
 @pytest.mark.parametrize("event", sorted(one.__name__ for one in Event.__subclasses__()))

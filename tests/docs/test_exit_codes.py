@@ -45,7 +45,7 @@ def test_each_end_of_a_job_has_a_row() -> None:
         JobState.SUCCEEDED: "every worker exited with 0",
         JobState.FAILED: "the job failed",
         JobState.STOPPED: "signal n stopped the job",
-        JobState.PREEMPTED: "the job was [preempted]",
+        JobState.PREEMPTED: "the job was preempted",
     }
     assert words.keys() == set(JobState)
     for text in words.values():
