@@ -36,7 +36,7 @@ _ESCAPES = r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_]
 
 _STDIN: Final = "--stdin rank0 gives rank 0 that of the launcher"
 # What a text says about the cause, the most specific first.
-_KNOWN_TEXTS: Final = (
+KNOWN_TEXTS: Final = (
     (
         r"CUDA out of memory|CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY"
         r"|cudaErrorMemoryAllocation|OutOfMemoryError: (?:CUDA|HIP)",
@@ -96,7 +96,7 @@ _ERROR_LINE: Final = (
 _HINT: Final = r"(?i)(?:try|see) .*--help\b"  # by programs of getopt(3), after the error
 # Lines in which the last one with a text is looked for: others have escape sequences only.
 _LAST_LINES: Final = 20
-_KNOWN_CODES: Final = {
+KNOWN_CODES: Final = {
     126: "a command cannot be executed",
     127: "a command was not found",
 }
@@ -173,12 +173,12 @@ def known_cause(
         return f"the limit of {limit} was exceeded", True
     is_lost = may_be_lost_peer(code, signal) and re.search(_LOST_PEER, reason)
     for text in (reason, "" if is_lost else "\n".join(output)):
-        for pattern, cause in _KNOWN_TEXTS:
+        for pattern, cause in KNOWN_TEXTS:
             if match := re.search(pattern, text):
                 return cause.format(*match.groups()), False
     if is_lost:
         return LOST_PEER, False
-    return _KNOWN_CODES.get(code if code is not None else -1, ""), False
+    return KNOWN_CODES.get(code if code is not None else -1, ""), False
 
 
 def compile_patterns() -> None:

@@ -19,6 +19,7 @@ from elastic_aio.cli.exit_codes import EXIT_CODES, guide_of_end
 from elastic_aio.cli.guides import TABLES, find_pages, sections
 from elastic_aio.http import StatusServer
 from elastic_aio.outcome import EndCause
+from elastic_aio.reasons import KNOWN_CODES, KNOWN_TEXTS, LOST_PEER, known_cause
 from elastic_aio.status import Level
 from elastic_aio.store import Store
 from elastic_aio.testing import run_random_scenario
@@ -157,6 +158,26 @@ def test_the_section_of_a_code_without_a_cause() -> None:
     assert guide_of_end(1) == "sizing where-one-job-stops"
     assert guide_of_end(127) == "runbook an-exit-code"
     assert guide_of_end(37) == "failures"
+
+
+CAUSES = [LOST_PEER, *KNOWN_CODES.values(), *(cause for _, cause in KNOWN_TEXTS)]
+PROVEN: list[dict[str, Any]] = [
+    {"signal": 9, "oom_kills": "the kernel has killed 1 process"},
+    {"signal": 7, "is_shm_full": True},
+    {"signal": 24},
+    {"signal": 25},
+]
+"""Of what `known_cause` gets: the status proves these."""
+
+
+@pytest.mark.parametrize("cause", CAUSES + [known_cause("", **each)[0] for each in PROVEN])
+def test_a_known_cause_has_a_row_that_says_what_to_do(cause: str) -> None:
+    (table,) = re.findall(r"\| `cause` \|.*\n\|---.*\n((?:\|.*\n)+)", text_of("failures"))
+    rows = [row.strip("| \n").split(" | ") for row in table.splitlines()]
+    word = cause.replace("{}", "NAME").partition(" (")[0]
+    full = cause.partition("file size")[1] or word.partition(" killed")[0]
+    (action,) = {row[2] for row in rows if re.search(rf"`(?:\.\.\. of )?{full}(?![:\w])", row[0])}
+    assert action
 
 
 @pytest.mark.parametrize("event", sorted(one.__name__ for one in Event.__subclasses__()))

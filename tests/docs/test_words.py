@@ -29,7 +29,7 @@ PAGES = [
     REPOSITORY / "docs/reference/exit-codes.md",
 ]
 OF_OTHERS = {
-    *("--cgroupns", "--privileged", "--systemd", "--stop-timeout"),  # Docker, Podman
+    *("--cgroupns", "--privileged", "--shm-size", "--systemd", "--stop-timeout"),  # Docker, Podman
     *("--cpu", "--nproc"),  # accelerate, nproc(1)
     *("--enable-grpc-gateway", "--prefix"),  # etcd
     *("--device", "--epochs", "--nope"),  # programs of workers
