@@ -1,9 +1,10 @@
 """Build the site: `python -m docs.site [DIRECTORY]`, by default into `site/`.
 
 The pages of docs/ are copied with generated ones (`stage.py`) to a temporary directory, of which
-Sphinx makes HTML.  Every warning, every name that cannot be resolved, and every link within the
-site that leads nowhere is an error.  With `--versions` the directory has a site of each released
-version beside that of the working tree (`versions.py`).
+Sphinx makes HTML.  Every warning, every name that cannot be resolved, every link within the site
+that leads nowhere, and every row of the reference without its anchor is an error.  With
+`--versions` the directory has a site of each released version beside that of the working tree
+(`versions.py`).
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from docs.site.links import dead_links
+from docs.site.links import dead_links, missing_anchors
 from docs.site.names import ROOT
-from docs.site.stage import external_links, stage
+from docs.site.stage import DOCS, external_links, row_anchors, stage
 from docs.site.versions import DEV, build_versions
 from elastic_aio import __version__
 
@@ -68,7 +69,16 @@ def build(directory: Path, version: str = __version__) -> int:
         words += ["-c", str(ROOT / "docs/site"), "-d", f"{name}/doctrees"]
         words += ["-D", f"html_title=elastic_aio {version}"]
         code: int = build_main([*words, str(source), str(directory)])
-        return code
+    missing = [
+        text
+        for page in sorted(DOCS.glob("reference/*.md"))
+        for text in missing_anchors(
+            directory / "reference" / page.stem / "index.html", row_anchors(page.read_text())
+        )
+    ]
+    if missing:
+        print("rows without an anchor:", *missing, sep="\n", file=sys.stderr)
+    return code or bool(missing)
 
 
 def _build_dev(directory: Path) -> int:

@@ -1,9 +1,9 @@
-"""Check the links of the built site: each leads to a file, and to an anchor that is in it."""
+"""Check the built site: each link leads to a file and an anchor in it, each row has its anchor."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -48,3 +48,10 @@ def dead_links(site: Path) -> Iterator[str]:
                 is_page and fragment and fragment not in _read(target).anchors
             ):
                 yield f"{path.relative_to(site)}: {link}"
+
+
+def missing_anchors(page: Path, names: Iterable[str]) -> Iterator[str]:
+    """Yield `page: #name` for each name that is no anchor of a page of the built site."""
+    for name in names:
+        if name not in _read(page).anchors:
+            yield f"{page.parent.name}: #{name}"

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from docs.site.names import ROOT
+from elastic_aio.cli.guides import anchors_of
 
 DOCS = ROOT / "docs"
 PROJECT = ("CONTRIBUTING.md", "CHANGELOG.md")
@@ -27,7 +28,8 @@ def stage(target: Path) -> None:
         place = page.relative_to(DOCS)
         if page == DOCS / "README.md":
             continue
-        _write(target / place, with_links(page.read_text(), page, place))
+        text = with_links(page.read_text(), page, place)
+        _write(target / place, with_row_anchors(text) if place.parts[0] == "reference" else text)
     for name in PROJECT:
         _write(
             target / name.lower(), with_links((ROOT / name).read_text(), ROOT / name, Path(name))
@@ -47,6 +49,26 @@ def stage(target: Path) -> None:
     index = DOCS / "README.md"
     text = with_links(index.read_text(), index, Path("index.md"))
     _write(target / "index.md", text + toctrees(index.read_text()))
+
+
+def row_anchors(text: str) -> dict[str, int]:
+    """Return the line of each row of a page that has an anchor, from 0: the first of its name."""
+    found: dict[str, int] = {}
+    for each in anchors_of(text):
+        if re.fullmatch(r"[\w.-]+", each.anchor):
+            found.setdefault(each.anchor, -1 if each.level else each.line)
+    return {name: line for name, line in found.items() if line >= 0}
+
+
+def with_row_anchors(text: str) -> str:
+    """Return a page of the reference whose rows can be linked to, as `aio-elastic help` finds them.
+
+    The name that an error begins with is an anchor: `reference/spec/#stop.linger`.
+    """
+    lines = text.split("\n")
+    for name, line in reversed(row_anchors(text).items()):
+        lines[line] = f'| <a id="{name}"></a>{lines[line].removeprefix("| ")}'
+    return "\n".join(lines)
 
 
 def _write(path: Path, text: str) -> None:

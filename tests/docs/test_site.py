@@ -9,9 +9,16 @@ from pathlib import Path
 import pytest
 
 from docs.site.api import write_pages
-from docs.site.links import dead_links
+from docs.site.links import dead_links, missing_anchors
 from docs.site.names import public_names
-from docs.site.stage import DOCS, external_links, toctrees, with_links
+from docs.site.stage import (
+    DOCS,
+    external_links,
+    row_anchors,
+    toctrees,
+    with_links,
+    with_row_anchors,
+)
 from elastic_aio.cli.guides import find_pages
 
 needs_sphinx = pytest.mark.skipif(
@@ -28,6 +35,20 @@ def test_a_dead_link_is_found(tmp_path: Path) -> None:
     assert list(dead_links(tmp_path)) == [
         "a.html: b/#gone", "a.html: c/", "a.html: #self", "b/index.html: ../a.html#x"
     ]  # fmt: skip
+
+
+def test_the_rows_of_the_reference_have_anchors(tmp_path: Path) -> None:
+    """The first row of a name has it, unless a heading has it; another page may lack them."""
+    head = "| field of `stop` | meaning |\n|---|---|\n"
+    page = f"# Title\n\n{head}| `linger`, `plan` | x |\n| `linger` | y |\n| `a b` | z |\n"
+    assert row_anchors(page) == {"stop.linger": 4, "stop.plan": 4, "stop.a": 6}
+    lines = with_row_anchors(page).split("\n")
+    anchors = '<a id="stop.linger"></a><a id="stop.plan"></a>'
+    assert lines[4:6] == [f"| {anchors}`linger`, `plan` | x |", "| `linger` | y |"]
+    (tmp_path / "a.html").write_text(lines[4])
+    assert [*missing_anchors(tmp_path / "a.html", row_anchors(page))] == [
+        f"{tmp_path.name}: #stop.a"
+    ]
 
 
 def test_links_of_pages_lead_to_the_site() -> None:
