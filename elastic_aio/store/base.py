@@ -523,7 +523,7 @@ class PrefixedStore(Store):
     def __init__(self, store: Store, name: str) -> None:
         self._timeout, self._min_ttl = store._timeout, store._min_ttl
         self._store = store
-        self._prefix = store._prefix + checked_text("prefix", name) + "/"
+        self._prefix = store._prefix + checked_text("name", name) + "/"
 
     def __repr__(self) -> str:
         return f"<{self._prefix!r} in {self._store!r}>"

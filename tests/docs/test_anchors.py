@@ -13,20 +13,23 @@ from typing import Any
 import pytest
 
 from docs.site.reference import GUIDES, SPECS, command_options, fields_of
-from elastic_aio import Agent, Event, open_process
+from elastic_aio import Agent, Event, StopPlan, follow_job, open_process
 from elastic_aio.cli import COMMANDS
 from elastic_aio.cli.exit_codes import EXIT_CODES, guide_of_end
 from elastic_aio.cli.guides import TABLES, find_pages, sections
 from elastic_aio.http import StatusServer
+from elastic_aio.multiprocessing import spawn, start_processes
 from elastic_aio.outcome import EndCause
 from elastic_aio.reasons import KNOWN_CODES, KNOWN_TEXTS, LOST_PEER, known_cause
 from elastic_aio.status import Level
-from elastic_aio.store import Store
-from elastic_aio.testing import run_random_scenario
+from elastic_aio.store import RemoteStore, Store, StoreServer
+from elastic_aio.store.etcd import EtcdStore
+from elastic_aio.testing import WorkerBehavior, run_random_scenario, search_scenarios
 from tests.support.cli import REPOSITORY
 
 PACKAGE = REPOSITORY / "elastic_aio"
-ERRORS = {"SpecError", "UsageError", "invalid_value"}
+ERRORS = re.compile(r"SpecError|UsageError|invalid_value|(_?check|parse|read)(ed)?_\w+")
+"""What raises or makes an error of the name that is its first argument."""
 FIELDS = [f"{owner.__spec_prefix__}{name}" for owner in SPECS for name in fields_of(owner)]
 CODES = sorted({each.code for each in EXIT_CODES if isinstance(each.code, int)})
 
@@ -34,14 +37,36 @@ ARGUMENTS: dict[str, Callable[..., Any]] = {
     "address": StatusServer,
     "amount": Store.add,
     "argv": open_process,
+    "count": search_scenarios,
+    "endpoint": follow_job,
+    "endpoints": EtcdStore,
+    "envs": start_processes,
+    "exit_code": WorkerBehavior,
     "exit_codes": run_random_scenario,
+    "host": StoreServer,
     "items": Store.multi_set,
     "key": Store.set,
     "keys": Store.wait,
+    "linger": Store.lease,
+    "lost_after": EtcdStore,
+    "min_ttl": RemoteStore,
+    "name": Store.prefixed,
+    "nprocs": spawn,
+    "number": Agent.scale,
+    "peer_timeout": RemoteStore,
+    "ping_interval": RemoteStore,
+    "port": StoreServer,
     "rank": Agent.forward_signal,
     "ranks": Agent.logs,
+    "reason": Agent.stop,
+    "reply_timeout": RemoteStore,
+    "seconds": Agent.preempt,
     "spec": Agent,
+    "start_duration": WorkerBehavior,
+    "stop_duration": WorkerBehavior,
+    "stop.grace": StopPlan.within,
     "streams": Agent.logs,
+    "ttl": Store.lease,
     "value": Store.set,
 }
 """Arguments of functions, whose errors a program gets; the API reference describes them."""
@@ -94,8 +119,9 @@ def names_in_errors() -> Iterator[tuple[str, str]]:
             first = node.args[0]
             if isinstance(first, ast.JoinedStr):  # of its beginning, if that is a name
                 first = first.values[0]
-            if called in ERRORS and isinstance(first, ast.Constant):
-                yield str(first.value), f"{path.relative_to(REPOSITORY)}:{node.lineno}"
+            text = first.value if isinstance(first, ast.Constant) else None
+            if ERRORS.fullmatch(called) and isinstance(text, str):
+                yield text, f"{path.relative_to(REPOSITORY)}:{node.lineno}"
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -132,7 +158,7 @@ def test_the_page_of_a_name_has_it(name: str) -> None:
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_an_argument_is_that_of_a_public_function(name: str) -> None:
     function = ARGUMENTS[name]
-    assert name in inspect.signature(function).parameters
+    assert name.rpartition(".")[2] in inspect.signature(function).parameters
     assert function.__doc__
 
 
