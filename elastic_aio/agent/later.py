@@ -35,6 +35,7 @@ LATER = {
     "elastic_aio.engines.link": "elastic_aio.store.tls",
     "elastic_aio.agent.driver": "elastic_aio.worker.membership",
     "elastic_aio.agent.failures": "elastic_aio.agent.core_file",
+    "elastic_aio.cli.printer": "elastic_aio.rendezvous.base elastic_aio.cli.exit_codes",
     "elastic_aio.cli.run": "elastic_aio.worker.recorder elastic_aio.recorder",
     "elastic_aio.http.app": """
         aiofiles anyio.abc._streams anyio.streams.stapled anyio.streams.tls anyio.streams.memory
