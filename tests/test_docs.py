@@ -13,6 +13,7 @@ import pytest
 
 from elastic_aio import child_events, events, node_events
 from elastic_aio.cli import COMMANDS, main
+from elastic_aio.cli.guides import anchors_of
 from elastic_aio.status import Event
 
 ROOT = Path(__file__).parent.parent
@@ -27,9 +28,7 @@ all_pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 def anchors(page: Path) -> set[str]:
     """The anchors of the page's headings, made as GitHub makes them."""
-    text = _FENCE.sub("", page.read_text())
-    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
+    return {each.anchor for each in anchors_of(page.read_text()) if each.level}
 
 
 @all_pages

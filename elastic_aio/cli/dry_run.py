@@ -27,6 +27,7 @@ from elastic_aio.logs.paths import StreamPlan, StreamTarget, filtered_logs, plan
 from elastic_aio.ranks import NodeSize, WorkerRanks, assign_node_ranks
 from elastic_aio.spec.checks import UsageError
 from elastic_aio.spec.fields import SpecValue, spec_fields
+from elastic_aio.spec.group import restart_limit
 from elastic_aio.spec.job import Function, LaunchSpec
 from elastic_aio.spec.restart import UNLIMITED
 from elastic_aio.worker.context import REAL_LOCAL_RANK, WorkerContext
@@ -86,8 +87,8 @@ def plan_lines(
     yield f"run id: {spec.run_id or _RANDOM}"
     yield from _nodes(spec)
     yield f"workers on this node: {nproc}"
-    is_unlimited = spec.max_restarts == UNLIMITED or spec.restart.when == "always"
-    yield f"restarts: {'unlimited' if is_unlimited else spec.max_restarts}"
+    limit = restart_limit(spec)
+    yield f"restarts: {'unlimited' if limit == UNLIMITED else limit}"
     yield f"stop: {spec.stop}"
     yield from setting_lines(spec)
     yield f"logs: {directory or 'none'}"
