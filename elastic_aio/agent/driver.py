@@ -76,9 +76,7 @@ from elastic_aio.errors import HostError, SpawnError
 from elastic_aio.events import JobFinished, JobStarted, LostJobFound, SignalForwarded
 from elastic_aio.logs.streams import LoggedStreams
 from elastic_aio.outcome import (
-    SIGTERM,
     AttemptResult,
-    ExitStatus,
     Failure,
     JobOutcome,
     JobState,
@@ -86,7 +84,7 @@ from elastic_aio.outcome import (
     make_result,
 )
 from elastic_aio.process.children import ChildExit
-from elastic_aio.process.proc import ended_by_default, has_missed_sigterm
+from elastic_aio.process.proc import ended_by_default
 from elastic_aio.process.tree import Survivor
 from elastic_aio.ranks import NodeSize, assign_node_ranks
 from elastic_aio.spec.restart import DECIDE_TIMEOUT, Decide, RestartAction, why_undecided
@@ -598,26 +596,8 @@ class Driver(BaseDriver):
                 ended.status,
                 record.is_victim,
                 is_lost_peer=record.is_lost_peer,
-                may_be_leaving=not record.is_victim and self._may_be_leaving(ended.status),
             )
         )
-
-    def _may_be_leaving(self, status: ExitStatus) -> bool:
-        """Whether a signal to all processes of the job may have ended a worker.
-
-        That is SIGTERM, or the signal that is a notice of a preemption.
-        """
-        spec = self._runtime.spec
-        signals = {SIGTERM, *spec.preemption.signals}
-        can_go_on = spec.max_restarts or spec.nnodes.maximum > 1
-        if status.is_success or not (can_go_on or spec.preemption.signals):
-            return False
-        is_ended = status.shell_code in {128 + signal for signal in signals}
-        if status.signal is not None or is_ended:
-            return is_ended
-        # It may have handled the signal; but then the others have got it too.
-        others = [one.pid for one in self._current_group.records.values() if one.exit is None]
-        return bool(others) and not any(map(has_missed_sigterm, others))
 
     def _on_stuck(self, failure: Failure) -> None:
         attempt, local_rank = self._current_group.attempt, failure.local_rank

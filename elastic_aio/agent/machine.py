@@ -31,16 +31,17 @@ A job of one node
 
 * A failed attempt is followed by another attempt if the restart policy grants it, after its delay.
   A permanent failure, which no attempt can repair, ends the job.
-* A failure that SIGTERM, or the signal of a preemption, to all processes may have caused is judged
-  `LEAVING_S` later, if it could be repeated or the job has such a signal: a stop or a notice that
-  is received by then has ended the attempt.
 * A process that could not be killed is left behind, and no attempt follows.
 * No failed attempt is followed by another once this node is excluded: the job has no other node.
 * A requested restart stops the group.  Another attempt follows, which costs no restart, unless a
   worker fails by itself before the group has ended: that counts as a failure.  A request ends a
   back-off; where an attempt is ending already, it changes nothing.
-* A stop ends the job in any phase.  If a failed attempt is being stopped, it replaces the restart;
-  if none was granted, the job has failed.  If all workers have succeeded, so has the job.
+* A stop ends the job in any phase.  The first fact counts: a job has failed if a worker has failed
+  by itself before the stop, unless another attempt was granted, and has succeeded if all workers
+  have.  What workers do after the stop is its effect, except an error that was recorded before.
+* The same holds for a notice, but a failed attempt that another one could follow is preempted.
+* The signal of a stop, or of a notice, may reach all processes of the job, the workers first.  So a
+  failure by this very signal is no fact of its own.
 * A notice of a preemption ends the job likewise, but live workers run on until all have ended, in
   any way, or have agreed, or its deadline has passed.  An earlier deadline replaces it, a later one
   does not.  There is none after a stop; a stop after it shortens it.
@@ -61,7 +62,6 @@ A job of one node
     STOPPING     GroupStopped, all succeeded     DONE         Finish
     STOPPING     GroupStopped, a stop received   DONE         Finish
     STOPPING     GroupStopped, to be restarted   STARTING     StartGroup
-    STOPPING     GroupStopped, perhaps a stop    DECIDING     BackOff, then as if it had failed
     STOPPING     GroupStopped, failed            DECIDING     CallDecide; without it, as if DEFAULT
     DECIDING     DecisionMade, restart           BACKING_OFF  BackOff
     DECIDING     DecisionMade, without a delay   STARTING     StartGroup
@@ -69,9 +69,8 @@ A job of one node
     DECIDING     DecisionFailed                  DONE         Finish
     BACKING_OFF  BackoffElapsed                  STARTING     StartGroup
     BACKING_OFF  RestartReceived                 STARTING     CancelBackOff, StartGroup
-    DECIDING,
-    BACKING_OFF  StopReceived,
-                 PreemptionReceived              DONE         CancelBackOff, Finish
+    DECIDING     StopReceived, ...               DONE         CancelBackOff, Finish
+    BACKING_OFF  StopReceived, ...               DONE         CancelBackOff, Finish
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ from elastic_aio.outcome import (
     signal_name,
 )
 from elastic_aio.spec.job import LaunchSpec
-from elastic_aio.spec.restart import CAUSE_S, LEAVING_S, RestartAction, RestartBudget
+from elastic_aio.spec.restart import CAUSE_S, RestartAction, RestartBudget
 from elastic_aio.spec.stop import StopPlan
 
 if TYPE_CHECKING:  # a job of one node pays for no rendezvous
@@ -173,15 +172,13 @@ class ExclusionReceived(EffectResult, frozen=True):
 class WorkerEnded(EffectResult, frozen=True):
     """A worker has exited; a victim was signalled by a stop before.
 
-    `is_lost_peer`: it has failed because another worker has ended.  `may_be_leaving`: a signal to
-    all processes of the job may have ended it, which reaches the launcher a little later.
+    `is_lost_peer`: it has failed because another worker has ended.
     """
 
     local_rank: int
     status: ExitStatus
     is_victim: bool
     is_lost_peer: bool = False
-    may_be_leaving: bool = False
 
 
 class GroupStopped(EffectResult, frozen=True):
@@ -317,7 +314,7 @@ class CallDecide(Effect, frozen=True):
 
 
 class BackOff(Effect, frozen=True):
-    """Wait `delay` seconds for an attempt, or before one is judged; then `BackoffElapsed`."""
+    """Wait `delay` seconds for an attempt, or for a cause; then `BackoffElapsed`."""
 
     attempt: int
     delay: float
@@ -427,7 +424,7 @@ class AgentMachine(ABC):
         self._stop: StopReceived | None = None
         self.notice: PreemptionReceived | None = None
         self._has_notice = False  # the workers have it
-        self._may_be_leaving = False
+        self._has_failed = False  # by itself: before a stop and a notice
         self._start_failure: StartFailed | None = None
         self._failures: tuple[Failure, ...] = ()
         self._stopped_at = 0.0
@@ -465,8 +462,10 @@ class AgentMachine(ABC):
                 return self._on_start_failed(result)
             case WorkerHung():
                 why = f"local rank {result.local_rank}: {result.why}"
-                is_open = self.phase in LIVE and not self._has_notice
-                return self._on_failing(why) if is_open else []
+                if self.phase not in LIVE or self._has_notice:
+                    return []
+                self._has_failed = True
+                return self._on_failing(why)
             case WorkersAgreed() if self._has_notice:
                 is_agreed = self.phase in LIVE and result.change == PREEMPTION_CHANGE
                 return self._on_notice_agreed() if is_agreed else []
@@ -489,11 +488,10 @@ class AgentMachine(ABC):
         return [*self._show_notice(), *self._stop_when_all_succeeded()]
 
     def _on_worker_ended(self, ended: WorkerEnded) -> list[Effect]:
-        if self.phase in LIVE or self._stop is not None:
-            self._may_be_leaving |= ended.may_be_leaving
         if self.phase not in LIVE:
             return []
         if not ended.status.is_success:
+            self._has_failed |= not self._has_notice
             why = f"local rank {ended.local_rank} failed ({ended.status})"
             is_loss = ended.is_lost_peer or self._has_notice
             return self._on_loss(why) if is_loss else self._on_failing(why)
@@ -504,6 +502,7 @@ class AgentMachine(ABC):
 
     def _on_start_failed(self, failed: StartFailed) -> list[Effect]:
         self._start_failure = failed
+        self._has_failed |= not self._is_ending
         return self._on_failing(failed.message) if self.phase in LIVE else []
 
     def _on_failing(self, why: str) -> list[Effect]:
@@ -551,6 +550,19 @@ class AgentMachine(ABC):
         """Whether no attempt may follow."""
         return self._stop is not None or self.notice is not None
 
+    @property
+    def _is_effect(self) -> bool:
+        """Whether the failures are the effect of a stop or a notice, or of its signal to all."""
+        own = [one for one in self._failures if not one.is_victim]
+        if not self._is_ending or any(one.error is not None for one in own):
+            return False
+        signals = {None if self._stop is None else self._stop.signal}
+        if self.notice is not None:
+            signals |= self._spec.preemption.signals
+        return not self._has_failed or all(
+            (one.status.shell_code or 0) - 128 in signals for one in own
+        )
+
     def _stop_when_all_succeeded(self) -> list[Effect]:
         if self.phase is not AgentPhase.RUNNING or not self._all_succeeded:
             return []
@@ -562,7 +574,7 @@ class AgentMachine(ABC):
         self._started_at = None
         self._succeeded.clear()
         self._lost_peers, self._awaiting = 0, ""
-        self._may_be_leaving = False
+        self._has_failed = False
         self._start_failure = None
         self._failures = ()
         return [start]
@@ -700,8 +712,6 @@ class SingleNodeMachine(AgentMachine):
                 return self._give_up(result.why, result.error)
             case BackoffElapsed() if self.phase is AgentPhase.BACKING_OFF:
                 return self._start()
-            case BackoffElapsed() if self.phase is AgentPhase.DECIDING:
-                return self._judge()
         return []
 
     def _start(self) -> list[Effect]:
@@ -716,17 +726,22 @@ class SingleNodeMachine(AgentMachine):
         self._stop = stop
         if self.phase in LIVE:
             return self._stop_group(stop.reason, stop.signal, plan=stop.plan)
-        if self.phase in (AgentPhase.DECIDING, AgentPhase.BACKING_OFF):
-            return [CancelBackOff(), *self._finish_stopped()]
-        return [] if self.phase is AgentPhase.STOPPING else self._finish_stopped()
+        return [] if self.phase is AgentPhase.STOPPING else self._end_between()
 
     def _on_preemption_received(self, notice: PreemptionReceived) -> list[Effect]:
         if not self.accepts(notice):
             return []
         effects = self._give_notice(notice)
-        if self.phase in (AgentPhase.DECIDING, AgentPhase.BACKING_OFF):
-            return [*effects, CancelBackOff(), *self._finish_stopped()]
-        return effects
+        is_between = self.phase in (AgentPhase.DECIDING, AgentPhase.BACKING_OFF)
+        return [*effects, *self._end_between()] if is_between else effects
+
+    def _end_between(self) -> list[Effect]:
+        """End a job of which nothing runs: what has been decided about a failure stays."""
+        if self.phase is AgentPhase.NEW:
+            return self._finish_stopped()
+        is_open = self.phase is AgentPhase.DECIDING
+        ended = self._apply(RestartAction.DEFAULT) if is_open else self._finish_stopped()
+        return [CancelBackOff(), *ended]
 
     def _on_restart_received(self, restart: RestartReceived) -> list[Effect]:
         if self.notice is not None:
@@ -751,20 +766,11 @@ class SingleNodeMachine(AgentMachine):
             return self._finish_stopped()
         if not stopped.failures:
             return self._finish_without_failure(has_survivors=stopped.has_survivors)
-        # The notice of a preemption changes the end, even if no attempt could follow.
-        is_exhausted = self._budget.is_exhausted(self.uptime)
-        can_follow = not is_exhausted or bool(self._spec.preemption.signals)
-        if not self._may_be_leaving or stopped.has_survivors or not can_follow:
-            return self._judge(has_survivors=stopped.has_survivors)
-        if self._is_ending:
+        if self._is_effect:
             return self._finish_stopped()
-        self.phase = AgentPhase.DECIDING
-        return [BackOff(self.attempt, LEAVING_S)]
-
-    def _judge(self, *, has_survivors: bool = False) -> list[Effect]:
         root = self._failures[0]
         failed = AttemptFailed(attempt=self.attempt, root=root, failures=self._failures)
-        if has_survivors:
+        if stopped.has_survivors:
             # It holds what the next attempt would need: memory, devices, ports.
             return [Publish(failed), *self._give_up_for_good(CANNOT_KILL)]
         return [Publish(failed), *self._after_failure(root)]
@@ -789,10 +795,9 @@ class SingleNodeMachine(AgentMachine):
             return self._give_up("it was to replace another start")
         if self._exclusion:
             return self._give_up_for_good(f"{EXCLUDED}: {self._exclusion}")
-        if self._spec.restart.decide is None or self._budget.is_exhausted(self.uptime):
+        is_asked = self._spec.restart.decide is not None and not self._is_ending
+        if not is_asked or self._budget.is_exhausted(self.uptime):
             return self._apply(RestartAction.DEFAULT)
-        if self._is_ending:
-            return self._finish_stopped()
         self.phase = AgentPhase.DECIDING
         return [CallDecide(self.attempt, root)]
 
@@ -803,7 +808,9 @@ class SingleNodeMachine(AgentMachine):
             return self._give_up(decision.why)
         if action is RestartAction.EXCLUDE:
             return self._give_up(f"{EXCLUDED}: restart.decide returned EXCLUDE")
-        if self._is_ending:
+        if self._stop is not None:
+            return self._give_up(f"no restart follows: {self._stop.reason}")
+        if self.notice is not None:
             return self._finish_stopped()
         self._budget.record(now)
         self.attempt = self._next_attempt(self.attempt)

@@ -372,8 +372,12 @@ class MultiNodeMachine(AgentMachine):
         if self._finish is not None:
             if self._stop is None or not self._is_member or self._is_leaving:
                 return self._done()
-            # Without its failures: none of them ends the round.
-            report = RoundStopped(self.round, may_be_leaving=self._may_be_leaving)
+            if self._failures and not self._is_effect:
+                why, code = f"no restart follows: {self._stop.reason}", self._exit_code_of_failure()
+                self._finish = Finish(JobOutcome(JobState.FAILED, why, code, self._restarts))
+            elif not self._has_failed:
+                self._failures = ()  # none of them ends the round
+            report = RoundStopped(self.round, self._failures, runtime=self.uptime)
             return [SendReport(report), *self._done(stays=True)]
         if self._all_succeeded and not stopped.failures and self._stopped_round < self.round:
             succeeded = RoundSucceeded(self.round, stopped.first_success)
@@ -409,7 +413,6 @@ class MultiNodeMachine(AgentMachine):
             code,
             self.uptime,
             end.first_success,
-            may_be_leaving=self._may_be_leaving,
         )
         self._reported_round = self.round
         if not end.has_survivors or self._newest_round == self.round:
@@ -478,8 +481,7 @@ class MultiNodeMachine(AgentMachine):
             return self._leave(stays=stays)
         self.phase = AgentPhase.DONE
         # What workers do after a notice, or by its signal, is no failure of the attempt.
-        is_excused = self._has_notice or (self.notice is not None and self._may_be_leaving)
-        own = () if is_excused else self._failures
+        own = () if self._has_notice or self._is_effect else self._failures
         failures = _merge(finish.outcome.failures, own)
         if finish.outcome.failures:
             finish = Finish(replace(finish.outcome, failures=failures), finish.error)

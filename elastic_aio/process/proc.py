@@ -297,33 +297,17 @@ def is_ended_by(pid: int, number: int) -> bool | None:
     """
     if number in _HARMLESS:
         return False
-    defaults = _defaults(pid)
-    return None if defaults is None else is_in(defaults, number)
-
-
-def has_missed_sigterm(pid: int) -> bool:
-    """Return whether a process runs that any SIGTERM would have ended.
-
-    A Python interpreter that exits handles no signal any more, but still ignores SIGPIPE.
-    """
-    defaults = _defaults(pid) or 0
-    is_exiting = is_in(defaults, signal.SIGINT) and not is_in(defaults, signal.SIGPIPE)
-    return not is_exiting and is_in(defaults, signal.SIGTERM)
-
-
-def _defaults(pid: int) -> int | None:
-    """Return the mask of signals with their default action; None for a process that has ended."""
     masks = (b"SigCgt", b"SigIgn", b"SigBlk")
     try:
         status = read_status(pid, b"State", *masks)
     except OSError:
-        return 0  # no descriptor is left to look
+        return False  # no descriptor is left to look
     if status.get(b"State", b"Z")[:1] in (b"Z", b"X"):
         return None
     caught, ignored, blocked = (int(status[name], 16) for name in masks)
     if blocked & _ALL_SIGNALS == _ALL_SIGNALS:
         blocked = 0
-    return ~(caught | ignored | blocked)
+    return not is_in(caught | ignored | blocked, number)
 
 
 # ------------------------------------------------------------ signals to exactly one process

@@ -195,8 +195,7 @@ class RoundStopped(Struct, frozen=True, gc=False):
     `is_permanent`: another attempt cannot succeed, because of `permanent_reason` (a program that
     does not exist, a process that cannot be killed).  `exit_code`: of the launcher if the job ends.
     `runtime`: seconds that the workers ran.  `first_success`: rank of the first worker that exited
-    with 0 by itself, and the time in Unix seconds; None without such a worker.  `may_be_leaving`: a
-    SIGTERM to the whole node may have ended the workers.
+    with 0 by itself, and the time in Unix seconds; None without such a worker.
     """
 
     round: int
@@ -206,7 +205,6 @@ class RoundStopped(Struct, frozen=True, gc=False):
     exit_code: int = 1
     runtime: float = 0.0
     first_success: tuple[int, float] | None = None
-    may_be_leaving: bool = False
 
 
 class RoundSucceeded(Struct, frozen=True, gc=False):

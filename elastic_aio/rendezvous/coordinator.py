@@ -28,8 +28,8 @@ Rules
   members' failures are a consequence, even though they are reported first.  There are two
   exceptions: a code of `never_on`, and a lost member that had acknowledged the order to stop, so
   that it was alive after the failure.
-* A worker that was ended by SIGTERM may be the first sign of a node that leaves: the signal reaches
-  the worker before the agent.  Its failure is judged `LEAVING_S` later.
+* The signal that stops a node may reach its workers before the agent.  So a node that leaves, and
+  whose workers a stop signal has ended, has not failed.
 * Members whose workers run learn, a second later, that another member has succeeded: their workers
   may wait for one that has exited too early.
 * An excluded member takes part in no further round until it has said that it may (see `formation`).
@@ -149,7 +149,7 @@ from elastic_aio.rendezvous.state import (
     clock_offsets,
     leaving,
 )
-from elastic_aio.spec.restart import DECIDE_TIMEOUT, LEAVING_S, RestartAction, why_undecided
+from elastic_aio.spec.restart import DECIDE_TIMEOUT, RestartAction, why_undecided
 from elastic_aio.text import counted, format_duration
 
 _BURST_S = 0.2
@@ -158,8 +158,6 @@ _DELAYS_MAX = 10
 """For how many times `scale_up_delay` joiners wait that come one after the other, at most."""
 _RETRY_S = 5.0
 """Seconds after which a joiner that could not reach the other nodes probes again."""
-_SIGTERM_CODE = 143
-"""The shell's exit code of a process that SIGTERM ended: 128 + 15."""
 _FINISHED_S = 1.0
 """Seconds from the first success of a member until the others learn of it: most end together."""
 _MORE_FINISHED_S = 50.0
@@ -174,7 +172,7 @@ def supervise(state: CoordinatorState) -> None:
         # All nodes stop at once, so that their workers save together.
         if record.status.drain_reason and not state.has_succeeded(record):
             state.add_change_reason(f"{record.name} {leaving(record)}")
-            state.round.is_excused = True
+            state.round.is_excused |= not state.has_failed(record)
     failed = next(filter(state.has_failed, active), None)
     if failed is not None:
         state.round.stop_reason = f"a worker on {failed.name} has failed"
@@ -491,8 +489,6 @@ def decide_restart(state: CoordinatorState) -> None:
         if state.has_left_by_signal(record):
             state.add_change_reason(f"{record.name} {leaving(record)}")
             current.is_excused = True
-    if _may_be_leaving(state, members):
-        return
     state.budget.has_progress = state.has_progress
     failures = current.failures = _root_cause_first(state, members)
     if failures:
@@ -561,17 +557,6 @@ def _with_early_success(
     who = f"rank {early.status.first_success[0]} (on {early.status.node.name})"
     note = f"{who} exited with 0, {format_duration(at - early_at)} before"
     return replace(failure, notes=(note, *failure.notes))
-
-
-def _may_be_leaving(state: CoordinatorState, members: list[MemberRecord]) -> bool:
-    """Whether SIGTERM may have ended a worker just now on a node that is about to leave."""
-    current = state.round
-    if current.stopped_at is None:
-        current.stopped_at = state.now
-    codes = {failure.status.shell_code for one in members for failure in one.status.failures}
-    # Members of an earlier version state the code only.
-    is_ended = _SIGTERM_CODE in codes or any(one.status.may_be_leaving for one in members)
-    return is_ended and not current.is_excused and state.arm(current.stopped_at + LEAVING_S)
 
 
 def apply_decision(state: CoordinatorState) -> None:

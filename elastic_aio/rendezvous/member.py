@@ -300,7 +300,6 @@ class Member:
                     exit_code=report.exit_code,
                     runtime=report.runtime,
                     first_success=report.first_success or self.status.first_success,
-                    may_be_leaving=report.may_be_leaving,
                 )
             case RoundSucceeded(round, first):
                 stopped = max(round, self._stopping)
@@ -344,7 +343,6 @@ class Member:
             exit_code=1,
             runtime=0.0,
             first_success=None,
-            may_be_leaving=False,
             has_progress=False,
             members_done=0,
             peers_finished=0,

@@ -91,8 +91,8 @@ class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
         moves: how often it has changed the store since it took its placement.
         stopped_round: no worker of this round or of an earlier one runs there.
         probed_round, probe_error: round of its last `ProbePeers` order, and why the probe failed.
-        failures, is_permanent, permanent_reason, exit_code, runtime, first_success, may_be_leaving:
-            as in the last `RoundStopped` of the round.
+        failures, is_permanent, permanent_reason, exit_code, runtime, first_success: as in the last
+            `RoundStopped` of the round.
         has_progress: whether a worker of the round has reported a step there.
         acked: term and serial of the last order of this store that it had seen.
         members_done: members of the round that have left after their success; all of them once the
@@ -139,7 +139,6 @@ class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     exit_code: int = 1
     runtime: float = 0.0
     first_success: tuple[int, float] | None = None
-    may_be_leaving: bool = False
     has_progress: bool = False
     acked: tuple[int, int] = (0, 0)
     members_done: int = 0

@@ -396,6 +396,9 @@ _REPEAT_S = 15.0
 _HELD_BACK_S = 0.5
 """Seconds by which a status is late that a suspended store or a partition has held back."""
 
+_STOP_CODES = {129, 130, 131, 143}
+"""The shell's exit codes of what SIGHUP, SIGINT, SIGQUIT and SIGTERM have ended."""
+
 _SETTLED_S = 60.0
 """Seconds of the longest short stay of a joiner, and of the longest delay of the next."""
 _VISITORS_MAX = 256
@@ -462,8 +465,6 @@ class RoundState:
         self.pending_until = -math.inf
         self.cause: RestartCause | None = None
         self.stop_reason = ""
-        self.stopped_at: float | None = None
-        """When all workers of the failed round had stopped."""
         self.failures: tuple[Failure, ...] = ()
         """The root cause first."""
         self.decision: RestartAction | str | None = None
@@ -754,9 +755,11 @@ class CoordinatorState:
         return any(one.status.has_progress and self.has_placement(one) for one in there)
 
     def has_left_by_signal(self, record: MemberRecord) -> bool:
-        """Whether a member leaves by a signal that may have ended its workers before."""
+        """Whether a member leaves by a signal that has ended its workers before."""
         status = record.status
-        return bool(status.drain_reason) and status.may_be_leaving and self.has_placement(record)
+        codes = {one.status.shell_code for one in status.failures if not one.is_victim}
+        is_ended = bool(codes) and codes <= _STOP_CODES
+        return is_ended and bool(status.drain_reason) and self.has_placement(record)
 
     def has_succeeded(self, record: MemberRecord) -> bool:
         """Whether all workers of the round on a member have succeeded."""

@@ -158,9 +158,6 @@ def why_undecided(cause: BaseException | float) -> str:
     return f"restart.decide has not returned within {cause:g} s"
 
 
-LEAVING_S = 0.5
-"""Seconds in which a launcher gets the SIGTERM that its workers have got before."""
-
 CAUSE_S = 2.0
 """Seconds in which a failure that is only the loss of a peer waits for its cause."""
 

@@ -723,11 +723,38 @@ ROWS: dict[str, Row] = {
         [report_stopped(7, failure(2), failure(3))],
         P.IDLE,
     ),
-    "stopping: stopped, failed, perhaps by a signal to the whole node": case(
-        [*RUNNING, WorkerEnded(7, 1, BAD, is_victim=False, may_be_leaving=True)],
+    "stopping: stopped, failed, and then a stop": case(
+        [*FAILING, STOP],
         group_stopped(failure(2)),
-        [report_stopped(7, failure(2), may_be_leaving=True)],
-        P.IDLE,
+        [
+            SendReport(RoundStopped(7, (failure(2),), runtime=15.0)),
+            Leave("no restart follows: enough", stays=True),
+        ],
+        P.LEAVING,
+    ),
+    "leaving: left after a failure and then a stop": case(
+        [*FAILING, STOP, group_stopped(failure(2))],
+        LeftRendezvous(),
+        [
+            Publish(AttemptFailed(attempt=7, root=failure(2), failures=(failure(2),))),
+            Finish(JobOutcome(JobState.FAILED, "no restart follows: enough", 7, 0)),
+        ],
+        P.DONE,
+    ),
+    "stopping: stopped, failed by the signal of a stop that followed": case(
+        [*FAILING, StopReceived("SIGTERM was received", 15)],
+        group_stopped(failure(2, code=143)),
+        [
+            SendReport(RoundStopped(7, (failure(2, code=143),), runtime=15.0)),
+            Leave("SIGTERM was received", stays=True),
+        ],
+        P.LEAVING,
+    ),
+    "stopping: stopped, failed after a stop": case(
+        [*RUNNING, STOP, ended(1, BAD)],
+        group_stopped(failure(2)),
+        [SendReport(RoundStopped(7, runtime=15.0)), Leave("enough", stays=True)],
+        P.LEAVING,
     ),
     "stopping: stopped, failed and stop round meanwhile": case(
         [*FAILING, stop_round(7)],
@@ -797,7 +824,7 @@ ROWS: dict[str, Row] = {
     "stopping: stopped before this node leaves": case(
         [*RUNNING, STOP],
         group_stopped(failure(2)),
-        [SendReport(RoundStopped(7)), Leave("enough", stays=True)],
+        [report_stopped(7), Leave("enough", stays=True)],
         P.LEAVING,
     ),
     "stopping: stopped, has left": case(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -41,9 +42,16 @@ from elastic_aio.agent.machine import (
 )
 from elastic_aio.errors import InternalError
 from elastic_aio.events import AttemptFailed, PreemptionNotice, Restarting
-from elastic_aio.outcome import PREEMPTION_CHANGE, ExitStatus, Failure, JobOutcome, JobState
+from elastic_aio.outcome import (
+    PREEMPTION_CHANGE,
+    ExitStatus,
+    Failure,
+    JobOutcome,
+    JobState,
+    WorkerError,
+)
 from elastic_aio.spec.job import LaunchSpec
-from elastic_aio.spec.restart import CAUSE_S, LEAVING_S, Backoff, RestartAction, RestartPolicy
+from elastic_aio.spec.restart import CAUSE_S, Backoff, RestartAction, RestartPolicy
 from elastic_aio.spec.stop import PreemptionSpec, StopPlan, StopStep
 from tests.support.restarts import at_once
 from tests.support.simulated_driver import SimulatedDriver
@@ -51,6 +59,7 @@ from tests.support.simulated_driver import SimulatedDriver
 PLAN = StopPlan((StopStep(2, 5.0), StopStep(15, 3.0)))
 OK = ExitStatus(code=0)
 BAD = ExitStatus(code=7)
+QUITTED = ExitStatus(signal=3)
 
 
 def never_called(_: Failure) -> RestartAction:
@@ -82,10 +91,6 @@ def ended(local_rank: int, status: ExitStatus = OK, attempt: int = 0) -> WorkerE
 
 def lost_peer(local_rank: int) -> WorkerEnded:
     return WorkerEnded(0, local_rank, BAD, is_victim=False, is_lost_peer=True)
-
-
-def leaving(local_rank: int) -> WorkerEnded:
-    return WorkerEnded(0, local_rank, BAD, is_victim=False, may_be_leaving=True)
 
 
 def group_stopped(*failures: Failure, attempt: int = 0, at: float = 20.0) -> GroupStopped:
@@ -139,7 +144,9 @@ SUCCEEDED = finish_as(JobState.SUCCEEDED, FINISHED, 0, 0)
 STOPPED = finish_as(JobState.STOPPED, "enough", 143, 0)
 QUIT = finish_as(JobState.STOPPED, "SIGQUIT was received", 131, 0)
 GIVEN_UP = finish_as(JobState.FAILED, NO_MORE, 7, 0)
+NOT_AGAIN = finish_as(JobState.FAILED, "no restart follows: enough", 7, 0)
 PUBLISHED = published_failure(failure())
+RECORDED = dataclasses.replace(failure(), error=WorkerError("bad batch", None, 1.0, "e"))
 LEFTOVERS = stop_group(FINISHED, leftovers=True)
 NOTICE = PreemptionReceived("USR1", 99.0, 9.0, 50.0)
 SPOT = PreemptionReceived("spot", 95.0, 4.0, 46.0)
@@ -211,55 +218,46 @@ ROWS: dict[str, Row] = {
     "starting: a lost peer, and the others start": case(
         [Start(), lost_peer(0)], STARTED, [], P.RUNNING
     ),
-    "stopping: stopped, failed, perhaps by a SIGTERM to all": case(
-        [*RUNNING, leaving(1)],
-        group_stopped(failure()),
-        [BackOff(0, LEAVING_S)],
-        P.DECIDING,
-        ONE_MORE,
+    "stopping: stopped, failed by the signal that was received then": case(
+        [*RUNNING, ended(1, QUITTED), SIGNAL], group_stopped(failure(131)), [QUIT], P.DONE
     ),
-    "deciding: SIGTERM received after a failure": case(
-        [*RUNNING, leaving(1), group_stopped(failure())],
-        SIGNAL,
-        [CancelBackOff(), QUIT],
+    "stopping: stopped, failed by the signal, and another worker by itself": case(
+        [*RUNNING, ended(1, QUITTED), SIGNAL],
+        group_stopped(failure(131), failure(local_rank=1)),
+        [
+            published_failure(failure(131), failure(local_rank=1)),
+            finish_as(JobState.FAILED, NO_MORE, 131, 0),
+        ],
         P.DONE,
-        ONE_MORE,
     ),
-    "deciding: no SIGTERM after a failure": case(
-        [*RUNNING, leaving(1), group_stopped(failure())],
-        BackoffElapsed(0),
-        [PUBLISHED, restarting(GRANTED), StartGroup(1, 1)],
-        P.STARTING,
-        ONE_MORE,
+    "stopping: stopped, failed by another signal than the one received then": case(
+        [*RUNNING, ended(1, BAD), SIGNAL],
+        group_stopped(failure(signal=9)),
+        [published_failure(failure(signal=9)), finish_as(JobState.FAILED, NO_MORE, 137, 0)],
+        P.DONE,
     ),
-    "stopping: stopped, failed for the last time, perhaps by the signal of a preemption": case(
-        [*RUNNING, leaving(1)], group_stopped(failure()), [BackOff(0, LEAVING_S)], P.DECIDING, USR1
+    "stopping: stopped, failed after a stop": case(
+        [*RUNNING, STOP, ended(1, BAD)], group_stopped(failure()), [STOPPED], P.DONE
     ),
-    "deciding: a notice after the last failure": case(
-        [*RUNNING, leaving(1), group_stopped(failure())],
-        NOTICE,
-        [NOTICED, CancelBackOff(), PREEMPTED],
+    "stopping: stopped, an error was recorded before a stop": case(
+        [*RUNNING, STOP, ended(1, BAD)],
+        group_stopped(RECORDED),
+        [published_failure(RECORDED), GIVEN_UP],
+        P.DONE,
+    ),
+    "stopping: stopped, failed by the signal of a notice that followed": case(
+        [*RUNNING, ended(1, ExitStatus(signal=10)), NOTICE],
+        group_stopped(failure(signal=10)),
+        [PREEMPTED],
         P.DONE,
         USR1,
     ),
-    "deciding: no notice after the last failure": case(
-        [*RUNNING, leaving(1), group_stopped(failure())],
-        BackoffElapsed(0),
+    "stopping: stopped, failed before a notice by a signal": case(
+        [*RUNNING, ended(1, BAD), NOTICE],
+        group_stopped(failure()),
         [PUBLISHED, GIVEN_UP],
         P.DONE,
         USR1,
-    ),
-    "stopping: stopped, failed for the last time, and a notice meanwhile": case(
-        [*RUNNING, leaving(1), NOTICE], group_stopped(failure()), [PREEMPTED], P.DONE, USR1
-    ),
-    "stopping: stopped, failed, and SIGTERM received meanwhile": case(
-        [*RUNNING, leaving(1), SIGNAL], group_stopped(failure()), [QUIT], P.DONE, ONE_MORE
-    ),
-    "stopping: stopped, failed, and SIGTERM received just before": case(
-        [*RUNNING, SIGNAL, leaving(1)], group_stopped(failure()), [QUIT], P.DONE, ONE_MORE
-    ),
-    "stopping: stopped, failed without a restart, perhaps by a SIGTERM to all": case(
-        [*RUNNING, leaving(1)], group_stopped(failure()), [PUBLISHED, GIVEN_UP], P.DONE
     ),
     "running: a worker hangs": case(
         RUNNING,
@@ -326,17 +324,17 @@ ROWS: dict[str, Row] = {
     "stopping: stopped, failed, callback": case(
         FAILING, group_stopped(failure()), [PUBLISHED, CallDecide(0, failure())], P.DECIDING, ASKING
     ),
-    "stopping: stopped, failed, a stop replaces the restart": case(
+    "stopping: stopped, failed, no restart after a stop": case(
         [*RUNNING, ended(1, BAD), STOP],
         group_stopped(failure()),
-        [PUBLISHED, STOPPED],
+        [PUBLISHED, NOT_AGAIN],
         P.DONE,
         ONE_MORE,
     ),
-    "stopping: stopped, failed, a stop replaces the callback": case(
+    "stopping: stopped, failed, the callback is not asked after a stop": case(
         [*RUNNING, ended(1, BAD), STOP],
         group_stopped(failure()),
-        [PUBLISHED, STOPPED],
+        [PUBLISHED, NOT_AGAIN],
         P.DONE,
         ASKING,
     ),
@@ -381,7 +379,7 @@ ROWS: dict[str, Row] = {
         P.DONE,
         ASKING,
     ),
-    "deciding: a stop is received": case(GONE, SIGNAL, [CancelBackOff(), QUIT], P.DONE, ASKING),
+    "deciding: a stop is received": case(GONE, STOP, [CancelBackOff(), NOT_AGAIN], P.DONE, ASKING),
     "backing off: elapsed": case(GONE, BackoffElapsed(1), [StartGroup(1, 1)], P.STARTING, LATER),
     "backing off: a stop is received": case(
         GONE, STOP, [CancelBackOff(), finish_as(JobState.STOPPED, "enough", 143, 1)], P.DONE, LATER
@@ -856,19 +854,15 @@ class Jobs(SimulatedDriver):
         data=st.data(),
         status=st.sampled_from([OK, BAD, ExitStatus(signal=9), ExitStatus()]),
         is_lost_peer=st.booleans(),
-        may_be_leaving=st.booleans(),
     )
-    def a_worker_ends(
-        self, data: st.DataObject, status: ExitStatus, is_lost_peer: bool, may_be_leaving: bool
-    ) -> None:
+    def a_worker_ends(self, data: st.DataObject, status: ExitStatus, is_lost_peer: bool) -> None:
         assert self.live is not None
         rank = data.draw(st.sampled_from(sorted(self.running)))
         self.running.discard(rank)
         if not status.is_success and not self.stopping:
             self.failures.append(failure(local_rank=rank))
         is_victim = self.stopping
-        more = is_lost_peer and not is_victim, may_be_leaving and not is_victim
-        self.handle(WorkerEnded(self.live, rank, status, is_victim, *more))
+        self.handle(WorkerEnded(self.live, rank, status, is_victim, is_lost_peer and not is_victim))
 
     @precondition(lambda self: self.asked is not None)
     @rule(action=st.sampled_from(RestartAction))

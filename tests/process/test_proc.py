@@ -14,7 +14,6 @@ import pytest
 from elastic_aio.process import proc
 from elastic_aio.process.proc import (
     ended_by_default,
-    has_missed_sigterm,
     parse_stat,
     read_process,
     ticks_now,
@@ -146,28 +145,8 @@ def test_what_a_process_does_about_a_signal(code: str, is_ended: bool) -> None:
         assert ended_by_default([pid], signal.SIGRTMAX) == (pid,)
 
 
-@pytest.mark.parametrize(
-    ("code", "has_missed"),
-    [
-        ("pass", True),
-        ("signal.signal(signal.SIGINT, print)", True),
-        ("signal.signal(signal.SIGTERM, print)", False),
-        ("signal.signal(signal.SIGINT, signal.SIG_DFL)", False),  # as at the end of Python
-        (
-            "signal.signal(signal.SIGINT, signal.SIG_DFL);"
-            " signal.signal(signal.SIGPIPE, signal.SIG_DFL)",
-            True,  # no Python
-        ),
-    ],
-)
-def test_a_process_that_sigterm_has_not_reached(code: str, has_missed: bool) -> None:
-    with child(code) as pid:
-        assert has_missed_sigterm(pid) is has_missed
-
-
 def test_a_process_that_has_ended() -> None:
     """A zombie, and a pid that is unused."""
     with subprocess.Popen(["true"]) as process:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert ended_by_default([process.pid, 2**22 + 1], signal.SIGUSR1) == ()
-        assert not has_missed_sigterm(process.pid)

@@ -10,7 +10,7 @@ from elastic_aio.node_events import MembershipChanged, NodeRefused, RoundFormed
 from elastic_aio.outcome import ExitStatus, JobState
 from elastic_aio.rendezvous.base import NodeDraining, RoundFailing, RoundStopped, StopRound
 from elastic_aio.rendezvous.state import CoordinatorPhase, RoundSettings
-from elastic_aio.spec.restart import LEAVING_S, Backoff, NodeLosses, RestartPolicy
+from elastic_aio.spec.restart import Backoff, NodeLosses, RestartPolicy
 from tests.support.coordinator_harness import CoordinatorHarness, failure
 
 ROUND_S = 0.33
@@ -248,47 +248,45 @@ def test_no_round_follows_a_status_that_was_held_back_at_once() -> None:
     assert harness.ranks == {"a": 0, "c": 1}
 
 
-@pytest.mark.parametrize("leaves", [True, False])
-def test_a_worker_ended_by_sigterm_may_be_the_first_sign_of_a_leaving_node(leaves: bool) -> None:
-    """All nodes have stopped before the agent of the worker hears the signal itself.
-
-    The worker may have handled the signal, and then exits as it likes.
-    """
-    harness = CoordinatorHarness(RoundSettings(1, 2), "a", "b", max_restarts=0)
-    harness.members["a"].report(RoundFailing(0, "failed"))
-    harness.fail("b", failure(1), may_be_leaving=True)
-    harness.members["a"].report(RoundStopped(0, (failure(1),)))
-    harness.settle(LEAVING_S / 2)
-    assert harness.is_in(CoordinatorPhase.STOPPING)
-    if leaves:
-        harness.lose("b", is_lost=False)
-        assert harness.ranks == {"a": 0}
-    else:
-        harness.settle(2 * LEAVING_S)
-        assert harness.outcome.state is JobState.FAILED
-
-
-def test_a_node_of_an_earlier_version_states_the_code_of_sigterm_only() -> None:
-    harness = CoordinatorHarness(RoundSettings(1, 2), "a", "b", max_restarts=0)
-    harness.members["a"].report(RoundFailing(0, "failed"))
-    harness.fail("b", failure(0, status=ExitStatus(signal=SIGTERM)))
-    harness.members["a"].report(RoundStopped(0, (failure(1),)))
-    harness.settle(LEAVING_S / 2)
-    assert harness.is_in(CoordinatorPhase.STOPPING)
-
-
-def test_what_a_drain_may_have_ended_before_costs_no_restart() -> None:
-    """The worker of b, which SIGTERM has ended, fails before b drains; that of a follows."""
+@pytest.mark.parametrize("code", [143, 1])
+def test_a_failure_by_the_signal_that_drains_a_node_costs_no_restart(code: int) -> None:
+    """The worker of b fails before b drains; that of a follows.  Any other failure of b counts."""
     harness = CoordinatorHarness(RoundSettings(1, 2), "a", "b", max_restarts=0)
     harness.members["b"].report(RoundFailing(0, "failed"))
     harness.settle()
     harness.members["b"].report(NodeDraining("SIGTERM was received"))
     harness.fail("a", failure(1))
-    harness.members["b"].report(RoundStopped(0, may_be_leaving=True))
+    harness.members["b"].report(RoundStopped(0, (failure(0, status=ExitStatus(code=code)),)))
     harness.settle()
     harness.lose("b", is_lost=False)
     harness.settle(1)
-    assert harness.ranks == {"a": 0}
+    if code == 143:
+        assert harness.ranks == {"a": 0}
+    else:
+        assert harness.outcome.state is JobState.FAILED
+
+
+def test_a_failure_is_not_excused_by_a_drain_that_is_seen_with_it() -> None:
+    harness = CoordinatorHarness(RoundSettings(1, 2), "a", "b", max_restarts=0)
+    harness.members["b"].report(RoundFailing(0, "failed"))
+    harness.members["b"].report(NodeDraining("SIGTERM was received"))
+    harness.settle()
+    harness.members["a"].report(RoundStopped(0))
+    harness.members["b"].report(RoundStopped(0, (failure(0),)))
+    harness.settle()
+    harness.lose("b", is_lost=False)
+    harness.settle(1)
+    assert harness.outcome.state is JobState.FAILED
+
+
+def test_a_failure_is_judged_at_once_when_all_nodes_have_stopped() -> None:
+    """The code of SIGTERM announces nothing."""
+    harness = CoordinatorHarness(RoundSettings(1, 2), "a", "b", max_restarts=0)
+    harness.members["a"].report(RoundFailing(0, "failed"))
+    harness.fail("b", failure(0, status=ExitStatus(signal=SIGTERM)))
+    harness.members["a"].report(RoundStopped(0, (failure(1),)))
+    harness.settle()
+    assert harness.outcome.state is JobState.FAILED
 
 
 # ------------------------------------------------------------ joiners that flap
