@@ -106,6 +106,11 @@ class Group(Protocol):
 
     attempt: int
     records: dict[int, WorkerRecord]
+    ran_until: float | None
+
+    @property
+    def ready_at(self) -> float | None:
+        """When all workers with a `ready` were; None without a `ready`."""
 
     @property
     def first_success(self) -> tuple[int, float] | None:
@@ -210,7 +215,12 @@ class BaseDriver(ABC):
     @property
     @abstractmethod
     def ran_for(self) -> float:
-        """Seconds for which all workers of the last attempt ran."""
+        """Seconds for which the last attempt ran, until its first failure or its stop."""
+
+    @property
+    @abstractmethod
+    def since_end(self) -> float:
+        """Seconds since then."""
 
     @property
     def has_progress(self) -> bool:
@@ -492,6 +502,11 @@ class Driver(BaseDriver):
         return self._machine.uptime
 
     @property
+    def since_end(self) -> float:
+        ran_until = None if self.group is None else self.group.ran_until
+        return 0.0 if ran_until is None else self._runtime.clock.now() - ran_until
+
+    @property
     def has_progress(self) -> bool:
         return isinstance(self._machine, SingleNodeMachine) and self._machine.has_progress
 
@@ -740,7 +755,13 @@ class Driver(BaseDriver):
         self._attempts.append(result)
         now = self._runtime.clock.now()
         return GroupStopped(
-            effect.attempt, now, result.failures, bool(survivors), group.first_success
+            effect.attempt,
+            now,
+            result.failures,
+            bool(survivors),
+            group.first_success,
+            group.ran_until,
+            group.ready_at,
         )
 
     async def _decide(self, effect: CallDecide) -> Input:

@@ -185,13 +185,17 @@ class GroupStopped(EffectResult, frozen=True):
     """No process of an attempt is left; its failures are known, the root cause first.
 
     `has_survivors`: a process is left that could not be killed.  `first_success` is the rank of the
-    first worker that exited with 0 by itself, and when, in Unix seconds.
+    first worker that exited with 0 by itself, and when, in Unix seconds.  `ran_until`: the first
+    failure, or the beginning of the stop; `ready_at`: when all workers with a `ready` were; in
+    clock seconds as `at`, the end.
     """
 
     at: float
     failures: tuple[Failure, ...]
     has_survivors: bool = False
     first_success: tuple[int, float] | None = None
+    ran_until: float | None = None
+    ready_at: float | None = None
 
 
 class DecisionMade(EffectResult, frozen=True):
@@ -427,6 +431,10 @@ class AgentMachine(ABC):
         self._has_failed = False  # by itself: before a stop and a notice
         self._start_failure: StartFailed | None = None
         self._failures: tuple[Failure, ...] = ()
+        self.uptime = 0.0
+        """Seconds that the last attempt ran: from ready, or its start, to its first failure."""
+        self.stop_time = 0.0
+        """Seconds that its stop took."""
         self._stopped_at = 0.0
         self._story: list[tuple[AgentPhase, Input]] = []
 
@@ -475,10 +483,17 @@ class AgentMachine(ABC):
             case GroupStopped():
                 if self.phase is not AgentPhase.STOPPING:
                     raise self._impossible("the end of a group")
-                self._stopped_at = result.at
                 self._failures = result.failures
+                self._note_times(result)
                 return self._on_group_stopped(result)
         return self._on_other_result(result)
+
+    def _note_times(self, stopped: GroupStopped) -> None:
+        self._stopped_at = stopped.at
+        ran_until = stopped.at if stopped.ran_until is None else stopped.ran_until
+        began = self._started_at if stopped.ready_at is None else stopped.ready_at
+        self.uptime = 0.0 if began is None else max(0.0, ran_until - began)
+        self.stop_time = stopped.at - ran_until
 
     def _on_group_started(self, started: GroupStarted) -> list[Effect]:
         self._started_at = started.at
@@ -605,11 +620,6 @@ class AgentMachine(ABC):
     @property
     def _all_succeeded(self) -> bool:
         return len(self._succeeded) == self._nproc
-
-    @property
-    def uptime(self) -> float:
-        """Seconds that the whole group ran; 0 if it was never complete."""
-        return 0.0 if self._started_at is None else self._stopped_at - self._started_at
 
     def _stopped_outcome(self, restarts: int) -> JobOutcome:
         """Return the outcome of a job that a notice or a stop has ended."""
@@ -768,6 +778,7 @@ class SingleNodeMachine(AgentMachine):
             return self._finish_without_failure(has_survivors=stopped.has_survivors)
         if self._is_effect:
             return self._finish_stopped()
+        self._budget.leave_out(self.stop_time)
         root = self._failures[0]
         failed = AttemptFailed(attempt=self.attempt, root=root, failures=self._failures)
         if stopped.has_survivors:

@@ -377,7 +377,7 @@ class MultiNodeMachine(AgentMachine):
                 self._finish = Finish(JobOutcome(JobState.FAILED, why, code, self._restarts))
             elif not self._has_failed:
                 self._failures = ()  # none of them ends the round
-            report = RoundStopped(self.round, self._failures, runtime=self.uptime)
+            report = RoundStopped(self.round, self._failures)
             return [SendReport(report), *self._done(stays=True)]
         if self._all_succeeded and not stopped.failures and self._stopped_round < self.round:
             succeeded = RoundSucceeded(self.round, stopped.first_success)

@@ -55,7 +55,8 @@ The group
 * When it ends, all children are stopped, each after those that are after it.  A stop by SIGKILL
   reaches all at once.
 * Children with a notice of a preemption end by themselves; none is started any more.
-* After a stop, children that had ended by themselves before they were stopped still count.
+* After a stop, children that had begun to end by themselves before the stop still count: what ends
+  later is stopped, whatever its code says.
 
 A reload of workers or replicas
 ===============================
@@ -172,7 +173,8 @@ class LeafRestarted(ChildResult, frozen=True):
 class ChildEnded(ChildResult, frozen=True):
     """A child has ended with all that it started; also one that could not be opened at all.
 
-    The last attempt `ran_for` so many seconds, with its `failures`, the root cause first.
+    The last attempt `ran_for` so many seconds until it failed, succeeded or was stopped, which is
+    `since` seconds ago, with its `failures`, the root cause first.
     `has_progress`: a worker has reported a step in it.  `is_permanent`: no start can repair the
     failure, or a process is left that could not be killed.  `spec` is what it ran last, if a reload
     or a change of the scale has changed that.
@@ -181,6 +183,7 @@ class ChildEnded(ChildResult, frozen=True):
     outcome: JobOutcome
     failures: tuple[Failure, ...] = ()
     ran_for: float = 0.0
+    since: float = 0.0
     has_progress: bool = False
     is_permanent: bool = False
     spec: AnySpec | None = None
@@ -456,6 +459,8 @@ class SupervisorMachine:
         `random` gives numbers from 0 to 1, for the jitter of delays.
         """
         self.notice: PreemptionReceived | None = None
+        self.ending_at = 0.0
+        """When the first of what ends the group has happened."""
         self._random = random
         self._now = 0.0
         self._effects: list[Effect] = []
@@ -471,6 +476,7 @@ class SupervisorMachine:
         self._version = 0
         self._reload: _Reload | None = None
         self._stop: StopReceived | None = None
+        self._stopped_at = 0.0
         self._verdict: JobOutcome | None = None
         self._failed: list[ChildState] = []  # essential ones, while the group ends
         self._is_started = self._is_ending = self._is_done = self._was_ready = False
@@ -762,9 +768,8 @@ class SupervisorMachine:
         child.own_restarts = 0
         child.outcome = replace(ended.outcome, failures=ended.failures or ended.outcome.failures)
         if child.fate is not None:
-            is_failure = ended.outcome.state is JobState.FAILED
             child.phase = _PHASES[ended.outcome.state]
-            if is_failure and self._may_follow(child, ended).restart:
+            if self._stop is not None and self._now - ended.since >= self._stopped_at:
                 child.phase = ChildPhase.STOPPED
             is_last = child.fate is _Fate.END and self._group.is_essential(child.name)
             if is_last and child.phase is ChildPhase.FAILED:
@@ -801,6 +806,7 @@ class SupervisorMachine:
         if budget is None or not can_follow:
             return RestartDecision(False, "")
         budget.has_progress = ended.has_progress
+        budget.leave_out(ended.since)
         root = ended.failures[0] if ended.failures else None
         decision = budget.decide(root, RestartAction.DEFAULT, ended.ran_for, self._now)
         if not decision.restart or child.when != "always":
@@ -979,14 +985,14 @@ class SupervisorMachine:
         self._end(StopReceived(f"the group has {verdict.state}: {verdict.why}"))
 
     def _end(self, stop: StopReceived) -> None:
-        self._is_ending, self._reload = True, None
+        self._is_ending, self._reload, self.ending_at = True, None, self._now
         for child in [*self._children.values()]:
             if child.is_live or child.is_due:
                 self._set_fate(child, _Fate.END, stop)
 
     def _on_stop_received(self, stop: StopReceived) -> None:
         if self._stop is None and self._verdict is None:
-            self._stop = stop
+            self._stop, self._stopped_at = stop, self._now
             if not self.is_wrapper:
                 own = self.spec.stop if isinstance(self.spec, LaunchSpec) else None
                 plan = str(stop.plan or own or "each child by its own plan")

@@ -851,6 +851,7 @@ class SupervisorDriver(BaseDriver):
             spec=None if spec == effect.spec else spec,
             failures=() if result is None else result.failures,
             ran_for=driver.ran_for,
+            since=driver.since_end,
             has_progress=driver.has_progress,
             is_permanent=driver.is_permanent or driver.error is not None,
         )
@@ -882,7 +883,7 @@ class SupervisorDriver(BaseDriver):
             outcome,
             0,
             (),
-            self.ran_for,
+            self._clock.now() - self._began,
             wall_clock(),
             log_dir=log_dir,
             goodput=self._event_log.tracker.goodput(wall_clock()),
@@ -924,7 +925,11 @@ class SupervisorDriver(BaseDriver):
 
     @property
     def ran_for(self) -> float:
-        return self._clock.now() - self._began
+        return self._clock.now() - self._began - self.since_end
+
+    @property
+    def since_end(self) -> float:
+        return self._clock.now() - self._machine.ending_at
 
 
 def _change(effect: ChildEffect, driver: BaseDriver) -> None:

@@ -100,6 +100,8 @@ class WorkerGroup:
         self._preparing: asyncio.Task[None] | None = None
         self._is_abandoned = False
         self._stopped_at = 0.0
+        self.ran_until: float | None = None
+        """The first failure, or the beginning of the stop, in clock seconds."""
         self._linger_over: asyncio.Future[StopReceived | None] = (
             asyncio.get_running_loop().create_future()
         )
@@ -213,6 +215,8 @@ class WorkerGroup:
         record.stop_signals = self._tree.stop_signals(record.pid)
         record.unkept = self._runtime.output.capture.read_now(record.logs.stderr.path)
         record.is_lost_peer = is_lost_peer_now(record)
+        if not ended.status.is_success:
+            self._note_end()
         self._runtime.publish_later(partial(self._explain, record))
         self._on_exit(record.ranks.local_rank, record.exit)
 
@@ -241,18 +245,35 @@ class WorkerGroup:
         self._stuck = self._failure_of(local_rank, record.pid, 1, message, record.notes)
         self._on_stuck(self._stuck)
 
+    def _note_end(self) -> None:
+        if self.ran_until is None:
+            self.ran_until = self._runtime.clock.now()
+
+    def _begin_stop(self) -> None:
+        self._note_end()
+        self._stopped_at = self._stopped_at or time.time()
+
+    @property
+    def ready_at(self) -> float | None:
+        """When all workers with a `ready` were, in clock seconds; None without a `ready`."""
+        if self._runtime.spec.ready is None:
+            return None
+        reports = [record.report for record in self.records.values()]
+        times = [one.ready_at for one in reports if one is not None and one.ready_at is not None]
+        return max(times) if times and len(times) == len(self._ranks) else self.ran_until
+
     # ------------------------------------------------------------------- stop
 
     def begin_stop(self, plan: StopPlan) -> None:
         """Send the first signal of a plan to the workers now; `announce_stop` and `stop` follow."""
-        self._stopped_at = self._stopped_at or time.time()
+        self._begin_stop()
         self._tree.begin_stop(plan)
 
     def announce_stop(
         self, plan: StopPlan, reason: str, signal: int | None = None, *, is_ordered: bool = False
     ) -> None:
         """Note that a stop begins now, and publish why; `stop` follows."""
-        self._stopped_at = self._stopped_at or time.time()
+        self._begin_stop()
         self._runtime.liveness.end_deadlines()
         attempt = self.attempt
         self._runtime.publish_later(
@@ -266,7 +287,7 @@ class WorkerGroup:
 
         With `leftovers_only` all workers have exited, and the processes that they left are stopped.
         """
-        self._stopped_at = self._stopped_at or time.time()
+        self._begin_stop()
         survivors: list[Survivor] = []
         if not (leftovers_only and await self._have_leftovers_ended(plan)):
             if leftovers_only:

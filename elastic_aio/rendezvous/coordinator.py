@@ -176,6 +176,7 @@ def supervise(state: CoordinatorState) -> None:
     failed = next(filter(state.has_failed, active), None)
     if failed is not None:
         state.round.stop_reason = f"a worker on {failed.name} has failed"
+        state.round.failed_at = state.now
         state.phase = CoordinatorPhase.STOPPING
         return
     for record in active:
@@ -484,6 +485,8 @@ def decide_restart(state: CoordinatorState) -> None:
     if not all(map(state.is_stopped, active)):
         return
     current = state.round
+    if current.failed_at is not None:
+        current.stop_time = state.now - current.failed_at
     members = [one for one in active if state.has_placement(one)]
     for record in members:
         if state.has_left_by_signal(record):
@@ -578,6 +581,7 @@ def back_off(state: CoordinatorState) -> None:
 
 def _consult_policy(state: CoordinatorState, action: RestartAction) -> None:
     root = state.round.failures[0]
+    state.budget.leave_out(state.round.stop_time)
     decision = state.budget.decide(root, action, _runtime(state), state.now)
     if not decision.restart:
         state.fail_job(decision.why)

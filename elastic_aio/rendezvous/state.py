@@ -465,6 +465,10 @@ class RoundState:
         self.pending_until = -math.inf
         self.cause: RestartCause | None = None
         self.stop_reason = ""
+        self.failed_at: float | None = None
+        """When this coordinator saw the failure of the round."""
+        self.stop_time = 0.0
+        """Seconds from then until all workers had stopped."""
         self.failures: tuple[Failure, ...] = ()
         """The root cause first."""
         self.decision: RestartAction | str | None = None

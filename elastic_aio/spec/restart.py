@@ -430,6 +430,7 @@ class RestartBudget:
         # More times than a limit has room for decide nothing.
         self._restarts = _Count(policy.window.count if policy.window else 0)
         self._losses = _Count(policy.node_losses.count if policy.node_losses else 0)
+        self._left_out = 0.0  # seconds
         self._consecutive = 0
         self._returned = 0
         self._without_progress = 0
@@ -447,6 +448,10 @@ class RestartBudget:
         self._consecutive = 0
         self._returned = 0
         self._without_progress = 0
+
+    def leave_out(self, seconds: float) -> None:
+        """Leave the time of a stop out of the window: a failure is followed by what it takes."""
+        self._left_out += seconds
 
     @property
     def restarts(self) -> int:
@@ -510,7 +515,7 @@ class RestartBudget:
             if policy.restart_on is not None and code not in policy.restart_on:
                 what = status if code is None else f"exit code {code}"
                 return RestartDecision(False, f"{what} is not in the restart-on list")
-        if policy.window and policy.window.is_exhausted(self._restarts.times, now):
+        if policy.window and policy.window.is_exhausted(self._restarts.times, now - self._left_out):
             count, seconds = policy.window.count, policy.window.seconds
             why = f"{counted(count, 'restart')} within {seconds:g} s (restart window)"
             return RestartDecision(False, why)
@@ -552,7 +557,7 @@ class RestartBudget:
 
     def record(self, now: float) -> None:
         """Count a restart; `now` is in monotonic seconds."""
-        self._restarts.record(now)
+        self._restarts.record(now - self._left_out)
 
     def history(self, now: float, granted: int = 0) -> RestartHistory | None:
         """Return all counts, for the budgets of other nodes; None if nothing was counted.
@@ -566,7 +571,7 @@ class RestartBudget:
             self._restarts.total + pending,
             self._losses.total,
             self._consecutive,
-            (*self._restarts.ages(now), *[0.0][:pending]),
+            (*self._restarts.ages(now - self._left_out), *[0.0][:pending]),
             self._losses.ages(now),
             self._returned,
             self._without_progress,
@@ -575,7 +580,7 @@ class RestartBudget:
     def follow(self, history: RestartHistory, now: float) -> None:
         """Take the counts of the coordinator's budget, to continue from there."""
         known = self._restarts.total
-        self._restarts.resume(history.restarts, history.restart_ages, now)
+        self._restarts.resume(history.restarts, history.restart_ages, now - self._left_out)
         if history.restarts >= known:  # the series changes before its restart is counted
             self._consecutive = history.consecutive
             self._returned = history.returned

@@ -211,6 +211,8 @@ class SimGroup:
         self.placement = placement
         self.records: dict[int, WorkerRecord] = {}
         self.first_success: tuple[int, float] | None = None
+        self.ran_until: float | None = None
+        self.ready_at: float | None = None
         self._driver = driver
         self._node = driver.node
         self._runtime = runtime

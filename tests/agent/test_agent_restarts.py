@@ -345,11 +345,11 @@ async def test_the_loop_runs_while_the_callback_does(
 @pytest.mark.both_loops
 @pytest.mark.parametrize("name", ["block", "wait"])
 async def test_stop_while_the_callback_runs(slow_callbacks: SlowCallbacks, name: str) -> None:
-    """A callback that never answers does not hold up a stop."""
+    """A callback that never answers does not hold up a stop, and the failure stays."""
     async with Agent(job(decide=getattr(slow_callbacks, name))) as agent:
         await slow_callbacks.asked.wait()
         agent.stop()
-        with pytest.raises(JobStopped):
+        with pytest.raises(JobFailed, match="no restart follows: a stop was requested"):
             await agent.wait()
 
 
@@ -368,7 +368,7 @@ async def test_a_callback_that_never_answers_ends_the_job(
 def test_the_program_does_not_wait_for_a_callback_that_blocks() -> None:
     program = """
 import asyncio, threading
-from elastic_aio import Agent, JobStopped, LaunchSpec, RestartPolicy
+from elastic_aio import Agent, JobFailed, LaunchSpec, RestartPolicy
 
 async def main():
     loop = asyncio.get_running_loop()
@@ -381,7 +381,7 @@ async def main():
     async with Agent(spec) as agent:
         try:
             await agent.wait()
-        except JobStopped:
+        except JobFailed:
             print("stopped")
 
 asyncio.run(main())

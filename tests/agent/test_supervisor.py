@@ -620,20 +620,22 @@ def test_a_child_with_the_notice_of_another_node_ends_the_group() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ends", "end"),
+    ("ends", "since", "end"),
     [
-        ([None, None], "stopped 143"),
-        ([0, None], "stopped 143"),
-        ([0, 0], "succeeded 0"),
-        ([None, 4], "failed 4"),
+        ([None, None], 1.0, "stopped 143"),
+        ([0, None], 1.0, "stopped 143"),
+        ([0, 0], 1.0, "succeeded 0"),
+        ([0, 0], 0.0, "stopped 143"),
+        ([None, 4], 1.0, "failed 4"),
+        ([None, 4], 0.0, "stopped 143"),
     ],
 )
-def test_what_children_do_before_they_are_stopped_counts(ends: list[Any], end: str) -> None:
-    """As a job of one group that has ended when a stop is received."""
+def test_what_children_do_before_a_stop_counts(ends: list[Any], since: float, end: str) -> None:
+    """As a job of one group; what they do after it is its effect, also if their turn comes late."""
     play = started(group("a b"))
     play(StopReceived("why"))
-    play.end("a", ends[0])
-    assert play.end("b", ends[1]) == f"finish {end}"
+    play.end("a", ends[0], since=since)
+    assert play.end("b", ends[1], since=since) == f"finish {end}"
 
 
 def test_a_failure_that_would_be_repeated_does_not_fail_a_stop() -> None:

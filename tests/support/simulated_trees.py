@@ -133,6 +133,7 @@ class SimEnd:
     outcome: JobOutcome
     failures: tuple[Failure, ...] = ()
     ran_for: float = 0.0
+    since: float = 0.0
     is_permanent: bool = False
     spec: AnySpec | None = None
 
@@ -216,7 +217,10 @@ class SimSupervisor:
                 if self.live:
                     self.tree.trace.fail(f"{self.path}: over, and {[*self.live]} run")
                 machine = self.machine
-                end = SimEnd(outcome, outcome.failures, 0.0, machine.is_permanent, machine.spec)
+                since = self.tree.time.now - machine.ending_at
+                end = SimEnd(
+                    outcome, outcome.failures, 0.0, since, machine.is_permanent, machine.spec
+                )
                 self._on_end(end)
         child = self.live.get((getattr(effect, "name", ""), getattr(effect, "generation", -1)))
         match effect:
@@ -247,6 +251,7 @@ class SimSupervisor:
                     end.outcome,
                     failures=end.failures,
                     ran_for=end.ran_for,
+                    since=end.since,
                     is_permanent=end.is_permanent,
                     spec=end.spec,
                 ),
@@ -304,6 +309,8 @@ class SimLeaf:
         self._failure: Failure | None = None
         self._failures: tuple[Failure, ...] = ()
         self._stops = 0
+        self._is_ending = False
+        self._ran_until = 0.0  # when the group of the present attempt began to end
 
     def receive(self, received: Any) -> None:
         self._inputs.append(received)
@@ -335,8 +342,11 @@ class SimLeaf:
         match effect:
             case StartGroup():
                 self._failure = None
+                self._is_ending = False
                 self._tree.after(_START_S, self._begin, attempt)
             case StopGroup():
+                if not self._is_ending:
+                    self._is_ending, self._ran_until = True, self._tree.time.now
                 self._stops += 1
                 longest = 0.01 if self._is_killed else _STOP_S
                 self._tree.after(longest, self._end, attempt, self._stops)
@@ -358,6 +368,7 @@ class SimLeaf:
                         outcome,
                         self._failures,
                         self._machine.uptime,
+                        self._tree.time.now - self._ran_until,
                         self._machine.is_permanent,
                     )
                 )
@@ -401,7 +412,8 @@ class SimLeaf:
     def _end(self, attempt: int, number: int) -> None:
         if number == self._stops and self._machine.phase is AgentPhase.STOPPING:
             failures = () if self._failure is None else (self._failure,)
-            self.receive(GroupStopped(attempt, self._tree.time.now, failures))
+            now, until = self._tree.time.now, self._ran_until
+            self.receive(GroupStopped(attempt, now, failures, ran_until=until))
 
     def _elapse(self, attempt: int, number: int) -> None:
         if number == self._back_off:
