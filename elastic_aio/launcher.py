@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from elastic_aio.agent.agent import Agent, driver_of
 from elastic_aio.agent.event_log import EventListener
+from elastic_aio.agent.machine import StopReceived
 from elastic_aio.aio import create_task, running_loop, wait_shielded
 from elastic_aio.errors import SpecError
 from elastic_aio.logs.console import ConsoleTarget
@@ -83,7 +84,8 @@ def receive_signals(chosen: SignalSpec, notices: frozenset[int]) -> ReceivedSign
     `notices`: the signal of the spec that gives notice of a preemption, if there is one, and the
     signal that reloads, likewise.
     """
-    received = ReceivedSignals([*chosen.stop, *chosen.forward, *notices, signal.SIGTSTP])
+    numbers = [*chosen.stop, *chosen.forward, *notices, signal.SIGTSTP]
+    received = ReceivedSignals(numbers, chosen.stop)
     received.discard(chosen.forward | notices)
     return received
 
@@ -132,29 +134,35 @@ async def handle_signals(
     on_hup: Callable[[Agent], object] | None = None,
 ) -> None:
     """Suspend, forward, stop or kill as a signal requires; `on_stop` gets the first that stops."""
-    driver, first, notices = driver_of(agent), 0, agent.spec.preemption.signals
-    async for number in received:
-        if number == signal.SIGTSTP:
-            try:
-                await driver.suspend_while(partial(received.suspend_process, time.monotonic()))
-            except OSError:
-                continue  # no descriptor is left to scan /proc with: the job goes on
-        elif number == signal.SIGHUP and on_hup is not None:
+    driver, notices, is_stopped = driver_of(agent), agent.spec.preemption.signals, False
+
+    def handle(number: int) -> None:
+        nonlocal is_stopped
+        reason = f"{signal_name(number)} was received"
+        if number == signal.SIGHUP and on_hup is not None:
             on_hup(agent)
         elif number in notices and (
-            (not first and agent.preempt(reason=f"{signal_name(number)} was received"))
-            or number not in chosen.stop
+            (not is_stopped and agent.preempt(reason=reason)) or number not in chosen.stop
         ):
             pass  # the workers have the notice, or have had it
         elif number in chosen.forward:
             driver.forward(number, is_for_all=chosen.unhandled == "kill")
-        elif first:
-            second = "a second " if number == first else ""
-            driver.kill(f"{second}{signal_name(number)} was received")
-        else:
-            first = number
+        elif number == signal.SIGKILL:
+            driver.kill("the stop signal was repeated")
+        elif not is_stopped:
+            is_stopped = True
             on_stop(number)
-            agent.stop(signal=number, reason=f"{signal_name(number)} was received")
+            driver.receive(StopReceived(reason, number, received=True))
+
+    received.handle = handle
+    async for number in received:
+        if number != signal.SIGTSTP:
+            handle(number)
+            continue
+        try:
+            await driver.suspend_while(partial(received.suspend_process, time.monotonic()))
+        except OSError:
+            pass  # no descriptor is left to scan /proc with: the job goes on
 
 
 def run(

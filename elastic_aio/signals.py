@@ -13,12 +13,16 @@ context manager, which the command line, `launch(signals=...)` and `sync` enter.
   receive a signal, and may end in any order.  The last instance restores the previous handler.
 * A signal that was received and not read is sent again after that, so that it is not lost between
   two owners.
+* Stop signals within a second are one.  Service managers, schedulers, shells and wrappers send
+  several: SIGTERM and SIGHUP, SIGTERM to the launcher and to its group, SIGTERM twice.
+* What has arrived before something else is seen can be handled before it: see `deliver`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import math
 import os
 import signal
 import socket
@@ -33,6 +37,52 @@ from elastic_aio.errors import HostError
 
 # Ignored by commands of the background in a shell without job control.
 _OF_BACKGROUND = (signal.SIGINT, signal.SIGQUIT)
+
+
+MOMENT_S = 1.0
+"""Seconds in which stop signals are one."""
+
+
+def _is_at_terminal() -> bool:
+    """Return whether this process is in the foreground of a terminal, which sends it Ctrl-C."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
+
+
+class StopSignals:
+    """Tells what each stop signal to a process means."""
+
+    def __init__(self, numbers: Iterable[int] = ()) -> None:
+        self.numbers = frozenset(numbers)
+        self._count = 0
+        self._last_at = -math.inf
+        self._is_interrupted = False
+
+    def meaning(self, number: int) -> int:
+        """Return a signal that has arrived, SIGKILL in place of it, or 0 for nothing more.
+
+        A person's second Ctrl-C, and the third signal of any kind, mean SIGKILL.  A program that
+        sends a second signal wants no more than with the first: `aio-elastic stop --kill` does.
+        """
+        if number not in self.numbers:
+            return number
+        now = time.monotonic()
+        if now - self._last_at < MOMENT_S:
+            return 0
+        self._last_at = now
+        self._count += 1
+        was_interrupted = self._is_interrupted
+        self._is_interrupted = number == signal.SIGINT and _is_at_terminal()
+        is_again = was_interrupted and self._is_interrupted
+        return signal.SIGKILL if is_again or self._count > 2 else number
 
 
 class _Handlers:
@@ -73,6 +123,10 @@ class _Handlers:
                 self._close_wakeup()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def deliver(self) -> None:
+        for receiver in [*self._receivers]:
+            receiver.deliver()
 
     def receivers_of(self, number: int) -> list[ReceivedSignals]:
         return [receiver for receiver in self._receivers if number in receiver.handled]
@@ -140,6 +194,17 @@ class _Handlers:
 
 
 _handlers = _Handlers()
+
+
+def deliver() -> None:
+    """Handle the signals that have arrived, on this loop, before what has been seen after them.
+
+    A signal to all processes of a job ends workers too.  A launcher that has waited for a processor
+    sees their exits and the signal in one turn.
+    """
+    _handlers.deliver()
+
+
 os.register_at_fork(after_in_child=_handlers.forget)
 
 
@@ -168,13 +233,16 @@ class ReceivedSignals:
     raises HostError.
     """
 
-    def __init__(self, numbers: Iterable[int]) -> None:
-        """Choose the signals; their handlers are installed on entry."""
+    def __init__(self, numbers: Iterable[int], stops: Iterable[int] = ()) -> None:
+        """Choose the signals, and which of them stop; their handlers are installed on entry."""
         self.handled: set[int] = set()  # the chosen signals that are not ignored
         self.is_over = False  # the main thread is to leave the block at the next signal
         self.numbers = sorted(set(numbers))  # the chosen signals
         self.on_signal: Callable[[int], object] = bool  # no callback by default
         """Called with each signal by its handler, also while the event loop is blocked."""
+        self.handle: Callable[[int], object] | None = None
+        """Handles a signal at once, in `deliver`; without it, and SIGTSTP, signals are iterated."""
+        self.stops = StopSignals(stops)
         self._unread: collections.deque[int] = collections.deque()
         self._due: set[int] = set()
         self._discarded: frozenset[int] = frozenset()
@@ -226,10 +294,19 @@ class ReceivedSignals:
 
     def put(self, number: int) -> None:
         """Add a signal that has arrived; called by the handler."""
+        if not (number := self.stops.meaning(number)):
+            return
         self.on_signal(number)
         self._unread.append(number)
         if self._waiter is not None and self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(set_result_if_pending, self._waiter, None)
+
+    def deliver(self) -> None:
+        """Handle what has arrived, if this is the loop that does."""
+        if self.handle is None or self._loop is not asyncio.get_running_loop():
+            return
+        while self._unread and self._unread[0] != signal.SIGTSTP:
+            self.handle(self._unread.popleft())
 
     def suspend_process(self, since: float) -> None:
         """Suspend this process as SIGTSTP does, until SIGCONT.

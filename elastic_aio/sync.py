@@ -30,7 +30,7 @@ from elastic_aio.logs.console import ConsoleTarget
 from elastic_aio.signals import ReceivedSignals
 from elastic_aio.spec.job import NumaMode, StartMethod
 from elastic_aio.spec.logs import LogSpec
-from elastic_aio.spec.stop import DEFAULT_GRACE, SignalSpec
+from elastic_aio.spec.stop import DEFAULT_GRACE, STOP_SIGNALS
 
 __all__ = ["SyncGroupContext", "SyncProcessContext", "spawn", "start_context", "start_processes"]
 
@@ -73,7 +73,8 @@ class LoopThread:
 def _stop_signals(is_wanted: bool) -> ReceivedSignals:
     """Return the signals that stop processes; none off the main thread."""
     is_main = threading.current_thread() is threading.main_thread()
-    return ReceivedSignals(SignalSpec().stop if is_wanted and is_main else ())
+    numbers = STOP_SIGNALS if is_wanted and is_main else ()
+    return ReceivedSignals(numbers, numbers)
 
 
 class GroupThread:

@@ -212,17 +212,22 @@ async def test_environment_is_not_modified() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
 async def test_a_signal_stops_the_job(number: signal.Signals, tmp_path: Path) -> None:
-    """With signals=True a stop signal ends the job, and the workers receive the same signal."""
-    events: list[Event] = []
-    spec = noting_spec(tmp_path, SIGNAL_LOGGER, stop=StopPlan.within(0.2))
-    task = asyncio.ensure_future(launch(spec, signals=True, listeners=[events.append]))
-    await until(noted(tmp_path, 1))
-    os.kill(os.getpid(), number)
-    with pytest.raises(JobStopped, match=number.name) as caught:
-        await task
-    assert caught.value.result.exit_code == 128 + number
-    assert caught.value.result.state is JobState.STOPPED
-    assert (tmp_path / "log").read_text() == f"{number.name}\n"
+    """With signals=True a stop signal ends the job; the default plan passes it on."""
+    for stop, sent in ((StopPlan(), number), (StopPlan.within(60), signal.SIGTERM)):
+        log = tmp_path / "log"
+        log.write_text("")
+        spec = noting_spec(tmp_path, SIGNAL_LOGGER, stop=stop)
+        task = asyncio.ensure_future(launch(spec, signals=True))
+        (pid,) = await until(noted(tmp_path, 1))
+        os.kill(os.getpid(), number)
+        await until(log.read_text)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(JobStopped, match=number.name) as caught:
+            await task
+        assert caught.value.result.exit_code == 128 + number
+        assert caught.value.result.state is JobState.STOPPED
+        assert log.read_text() == f"{signal.Signals(sent).name}\n"
+        (tmp_path / "0").unlink()
 
 
 async def test_user_signals_are_forwarded(tmp_path: Path) -> None:

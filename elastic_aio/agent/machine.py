@@ -216,11 +216,23 @@ class BackoffElapsed(EffectResult, frozen=True):
 
 
 class StopReceived(Struct, frozen=True):
-    """A stop of the job was requested, perhaps by a `signal`; `plan` replaces the job's plan."""
+    """A stop of the job was requested; `plan` replaces the job's plan.
+
+    `signal` replaces the first one of the plan.  If the launcher has `received` it, it begins the
+    plan as it is (see `StopPlan.begun_by`).
+    """
 
     reason: str
     signal: int | None = None
     plan: StopPlan | None = None
+    received: bool = False
+
+    def plan_of(self, own: StopPlan) -> StopPlan:
+        """Return by which plan a job with its `own` plan is stopped."""
+        plan = self.plan or own
+        if self.signal is None:
+            return plan
+        return plan.begun_by(self.signal) if self.received else plan.starting_with(self.signal)
 
 
 class PreemptionReceived(Struct, frozen=True):
@@ -605,8 +617,6 @@ class AgentMachine(ABC):
     ) -> list[Effect]:
         self.phase = AgentPhase.STOPPING
         plan = plan or self._spec.stop
-        if signal is not None:
-            plan = plan.starting_with(signal)
         waiting: list[Effect] = [CancelBackOff()] if self._awaiting else []
         self._awaiting = ""
         stop = StopGroup(self.attempt, plan, reason, signal, leftovers_only, is_ordered)
@@ -735,7 +745,8 @@ class SingleNodeMachine(AgentMachine):
             return []
         self._stop = stop
         if self.phase in LIVE:
-            return self._stop_group(stop.reason, stop.signal, plan=stop.plan)
+            plan = stop.plan_of(self._spec.stop)
+            return self._stop_group(stop.reason, stop.signal, plan=plan)
         return [] if self.phase is AgentPhase.STOPPING else self._end_between()
 
     def _on_preemption_received(self, notice: PreemptionReceived) -> list[Effect]:

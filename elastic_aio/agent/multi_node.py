@@ -459,8 +459,9 @@ class MultiNodeMachine(AgentMachine):
         is_leaving = is_over or self._spec.rendezvous.overlap
         leaving = self._leave(stays=stays) if is_leaving else []
         if self.phase in LIVE:
-            signal = None if self._stop is None else self._stop.signal
-            return [*leaving, *self._stop_group(finish.outcome.why, signal)]
+            stop = self._stop or StopReceived("")
+            plan = stop.plan_of(self._spec.stop)
+            return [*leaving, *self._stop_group(finish.outcome.why, stop.signal, plan=plan)]
         if self.phase is AgentPhase.STOPPING:
             return leaving
         return [*self._cancel_barrier(), *leaving, *self._done(stays=stays)]

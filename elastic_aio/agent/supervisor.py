@@ -264,11 +264,9 @@ class StartChild(ChildEffect, frozen=True):
 
 
 class StopChild(ChildEffect, frozen=True):
-    """Stop a child by `plan`, or its own, which then starts with `signal`; then `ChildEnded`."""
+    """Stop a child; then `ChildEnded`."""
 
-    reason: str
-    signal: int | None = None
-    plan: StopPlan | None = None
+    stop: StopReceived
 
 
 Asked = RestartReceived | PreemptionReceived | ReloadReceived | ScaleReceived
@@ -932,7 +930,7 @@ class SupervisorMachine:
             self._emit_stop(child, child.generation, child.stop)
 
     def _emit_stop(self, child: ChildState, generation: int, stop: StopReceived) -> None:
-        self._emit(StopChild(child.name, generation, stop.reason, stop.signal, stop.plan))
+        self._emit(StopChild(child.name, generation, stop))
 
     def _settle(self, child: ChildState) -> None:
         """Go on with a child that was to be stopped, and of which nothing is left."""

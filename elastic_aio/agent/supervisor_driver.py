@@ -935,10 +935,10 @@ class SupervisorDriver(BaseDriver):
 def _change(effect: ChildEffect, driver: BaseDriver) -> None:
     """Perform an effect on a child that is open."""
     match effect:
-        case StopChild() if effect.signal == SIGKILL:  # also if a slower stop has begun
-            driver.kill(effect.reason, StopReceived(effect.reason, effect.signal, effect.plan))
+        case StopChild(stop=stop) if stop.signal == SIGKILL:  # also if a slower stop has begun
+            driver.kill(stop.reason, stop)
         case StopChild():
-            driver.request_stop(effect.reason, effect.signal, effect.plan)
+            driver.receive(effect.stop)
         case AskChild(request=PreemptionReceived() as notice):  # by the clock of the child
             driver.request_preemption(notice.reason, max(0.0, notice.until - wall_clock()))
         case AskChild():

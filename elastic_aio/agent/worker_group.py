@@ -31,6 +31,7 @@ from elastic_aio.process.rusage import peek_usage
 from elastic_aio.process.tree import Survivor
 from elastic_aio.ranks import WorkerRanks
 from elastic_aio.reasons import compile_patterns
+from elastic_aio.signals import deliver
 from elastic_aio.spec.stop import StopPlan
 from elastic_aio.status import JobStatus
 
@@ -207,6 +208,7 @@ class WorkerGroup:
 
     def _on_exited(self, record: WorkerRecord, ended: ChildExit) -> None:
         """Pass an exit on, so that the others are signalled at once; it is explained later."""
+        deliver()
         if self._runtime.attempt != self.attempt:
             return  # it could not be killed, and exits after the end of its attempt
         record.exit = ended
@@ -320,10 +322,9 @@ class WorkerGroup:
         why, signal = "the workers had left processes behind", None
         if self._linger_over.done():
             if (stop := self._linger_over.result()) is not None:
-                why, signal, plan = f"{stop.reason}; {why}", stop.signal, stop.plan or plan
+                why, signal, plan = f"{stop.reason}; {why}", stop.signal, stop.plan_of(plan)
         elif plan.linger:
             why = f"processes that the workers left still run after {plan.linger:g} s"
-        plan = plan if signal is None else plan.starting_with(signal)
         self.announce_stop(plan, why, signal)
         return plan
 

@@ -1,9 +1,9 @@
-"""A second stop signal ends the command, whatever blocks it.
+"""A repeated stop signal ends the command, whatever blocks it.
 
-The first signal stops a job by its plan, and has no effect once the exit code is settled.  The
-second signal kills the workers, after which the command ends within a moment, unless a listener, a
-plug-in's thread or a file system blocks it, or a worker cannot be killed.  Then the process exits
-some seconds later, and the guardian ends what is left of the job.
+The first signal stops a job by its plan, and has no effect once the exit code is settled.  A signal
+that means SIGKILL (see `StopSignals`) kills the workers, after which the command ends within a
+moment, unless a listener, a plug-in's thread or a file system blocks it, or a worker cannot be
+killed.  Then the process exits some seconds later, and the guardian ends what is left of the job.
 """
 
 from __future__ import annotations
@@ -16,46 +16,53 @@ import time
 from collections.abc import Iterable
 
 from elastic_aio.outcome import signal_name
+from elastic_aio.signals import StopSignals
+from elastic_aio.spec.stop import STOP_SIGNALS
 
 _WAIT_S = 5.0
-"""Seconds from the second signal to the exit."""
+"""Seconds from the signal to the exit."""
 
 
 class ForcedExit:
-    """Counts the stop signals of this process; `forced_exit` is the only instance."""
+    """Ends this process after a repeated stop signal; `forced_exit` is the only instance."""
 
     def __init__(self) -> None:
-        self._count = 0
-        self._numbers: set[int] = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM}
+        self._stops = StopSignals(STOP_SIGNALS)
         self._notices: set[int] = set()
+        self._last = 0  # stop signal; 0: none
+        self._is_exiting = False
 
-    def choose(self, numbers: Iterable[int], notices: Iterable[int] = ()) -> None:
-        """Choose the stop signals; the first of `notices` stops nothing yet."""
-        self._numbers, self._notices = set(numbers), set(notices)
+    def choose(self, stops: StopSignals, notices: Iterable[int] = ()) -> None:
+        """Choose what stop signals mean; the first of `notices` stops nothing yet."""
+        self._stops, self._notices = stops, set(notices)
 
-    def note(self, number: int, frame: object = None) -> None:
-        """Count a signal; called by its handler, in the main thread."""
-        if number not in self._numbers:
-            return
-        if number in self._notices and not self._count:
+    def note(self, number: int) -> None:
+        """Note a signal, or SIGKILL in place of a repeated one; called by its handler."""
+        if number in self._notices:
             self._notices.clear()
-            return
-        self._count += 1
-        if self._count == 2:
+        elif number in self._stops.numbers:
+            self._last = number
+        elif number == signal.SIGKILL and not self._is_exiting:
+            self._is_exiting = True
             try:
                 # Not `Thread.start`, which waits for locks that the handler may have interrupted.
-                _thread.start_new_thread(_exit_later, (number,))
+                _thread.start_new_thread(_exit_later, (self._last or signal.SIGTERM,))
             except RuntimeError:  # can't start new thread
-                os._exit(128 + number)
+                os._exit(128 + (self._last or signal.SIGTERM))
+
+    def _note_late(self, number: int, frame: object) -> None:
+        self.note(self._stops.meaning(number))
 
     def handle_late(self) -> None:
         """Handle signals until `close`: the exit code is settled, a signal does not replace it.
 
         Other signals are blocked.  Idempotent.
         """
-        handled = [one for one in self._numbers if signal.getsignal(one) is not signal.SIG_IGN]
+        handled = [
+            one for one in self._stops.numbers if signal.getsignal(one) is not signal.SIG_IGN
+        ]
         for number in handled:
-            signal.signal(number, self.note)
+            signal.signal(number, self._note_late)
         signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals() - set(handled))
 
     def close(self) -> None:
@@ -63,7 +70,7 @@ class ForcedExit:
 
         After a stop signal they are right: the next signal ends the process.
         """
-        if not self._count:
+        if not self._last:
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 
 

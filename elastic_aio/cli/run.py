@@ -74,7 +74,7 @@ def main_run(request: RunRequest, *, owns_process: bool) -> int:
     try:
         with use_pidfd_child_watcher(), receive_signals(request.signals, handled) as received:
             if owns_process:
-                forced_exit.choose(request.signals.stop, notices)
+                forced_exit.choose(received.stops, notices)
                 received.on_signal = forced_exit.note
             code = run_coroutine(
                 lambda: _run(request, events, level, received, make_handler, notifier),

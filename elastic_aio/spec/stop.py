@@ -17,6 +17,8 @@ from elastic_aio.spec.checks import (
 )
 from elastic_aio.spec.fields import Converted, SpecValue, field
 
+STOP_SIGNALS: Final = frozenset({1, 2, 3, 15})
+"""SIGHUP, SIGINT, SIGQUIT and SIGTERM: torchrun handles them, and passes them on."""
 DEFAULT_GRACE: Final = 25.0
 """Seconds between SIGTERM and SIGKILL: Kubernetes and Slurm kill the launcher after 30."""
 
@@ -122,13 +124,21 @@ class StopPlan(SpecValue, prefix="stop."):
         return (step.target or self.scope) == "all"
 
     def starting_with(self, signal: int) -> StopPlan:
-        """Return this plan with its first signal replaced by a received one."""
+        """Return this plan with its first signal replaced by a requested one."""
         if signal == SIGKILL:
             return self.replace(steps=())
         if not self.steps:
             return self
         first, *rest = self.steps
         return self.replace(steps=(StopStep(signal, first.grace, first.target), *rest))
+
+    def begun_by(self, signal: int) -> StopPlan:
+        """Return the plan of a stop that a received signal begins: this one.
+
+        The default plan passes on the signals that torchrun does, in place of SIGTERM.
+        """
+        is_default = self.steps == (StopStep(SIGTERM, DEFAULT_GRACE),)
+        return self.starting_with(signal) if is_default and signal in STOP_SIGNALS else self
 
     def shortened(self, grace: float) -> StopPlan:
         """Return a plan of the first signal, `grace` seconds at most, and SIGKILL."""
@@ -207,14 +217,14 @@ class SignalSpec(SpecValue, prefix="signals."):
     """What a launcher does with the signals that it receives."""
 
     stop: Converted[frozenset[int], Iterable[int | str]] = field(
-        default=frozenset({1, 2, 3, 15}),
+        default=STOP_SIGNALS,
         check=_signals,
         option="--signals-to-handle NAMES",
         help="signals that stop the job (default SIGTERM,SIGINT,SIGHUP,SIGQUIT);"
         " SIGUSR1 and SIGUSR2 are always forwarded to the workers",
     )
-    """End the job by its stop plan, which then starts with the received signal.  The default is
-    SIGHUP, SIGINT, SIGQUIT and SIGTERM."""
+    """End the job by its stop plan.  The default is SIGHUP, SIGINT, SIGQUIT and SIGTERM, which take
+    the place of SIGTERM in the default plan."""
     forward: Converted[frozenset[int], Iterable[int | str]] = field(
         default=frozenset({10, 12}), check=_signals, label="--signals-to-handle"
     )

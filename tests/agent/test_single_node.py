@@ -795,6 +795,36 @@ def test_a_healthy_attempt_resets_the_delay() -> None:
     assert delays == [1, 2, 1, 2]
 
 
+@pytest.mark.parametrize(
+    ("ran_until", "ready_at", "is_healthy"),
+    [(None, None, True), (105.0, None, False), (112.0, None, True), (112.0, 111.0, False)],
+)
+def test_the_time_of_a_stop_is_no_run_time(
+    ran_until: float | None, ready_at: float | None, is_healthy: bool
+) -> None:
+    """An attempt ran from ready, or its start, to its first failure."""
+    policy = RestartPolicy(healthy_after=10.0)
+    one = machine(Start(), max_restarts=1, restart=policy)
+    for attempt in (0, 1):
+        one.handle(GroupStarted(attempt, 100.0))
+        one.handle(ended(0, BAD, attempt=attempt))
+        gone = GroupStopped(attempt, 150.0, (failure(),), False, None, ran_until, ready_at)
+        effects = one.handle(gone)
+    assert isinstance(effects[-1], Finish) is not is_healthy
+
+
+def test_a_window_leaves_the_time_of_stops_out() -> None:
+    """Each attempt fails at once, and its stop takes longer than the window."""
+    one = machine(Start(), max_restarts=9, restart=RestartPolicy(window=(2, 60), backoff=None))
+    for attempt in range(3):
+        now = 100.0 * attempt
+        one.handle(GroupStarted(attempt, now))
+        one.handle(ended(0, BAD, attempt=attempt))
+        effects = one.handle(GroupStopped(attempt, now + 99, (failure(),), ran_until=now + 1))
+    why = "2 restarts within 60 s (restart window)"
+    assert effects[-1] == finish_as(JobState.FAILED, why, 7, 2)
+
+
 # -------------------------------------------------------------- random sequences of inputs
 
 

@@ -268,7 +268,7 @@ def test_a_stop_carries_its_plan() -> None:
     plan = StopPlan.within(3)
     play(StopReceived("why", 2, plan))
     assert play.events == ["StopRequested: stopping the workers (SIGTERM 3 s, SIGKILL): why"]
-    assert play.effects[1] == StopChild("a", 0, "why", 2, plan)
+    assert play.effects[1] == StopChild("a", 0, StopReceived("why", 2, plan))
 
 
 def test_a_stop_before_the_start_ends_at_once() -> None:

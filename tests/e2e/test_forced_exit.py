@@ -1,4 +1,4 @@
-"""A second stop signal ends the launcher, whatever blocks it, and its workers."""
+"""A repeated stop signal ends the launcher, whatever blocks it, and its workers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from elastic_aio.cli.forced_exit import ForcedExit
+from elastic_aio.signals import StopSignals
 from tests.support.children import POLITE, noted, noting, until_sync
 from tests.support.cli import REPOSITORY, Running, running_cli
 from tests.support.leaks import leaked_processes
@@ -80,12 +81,12 @@ def wait_ended(job: Running) -> int:
 
 
 def test_a_stop_that_stalls(start: StartStalling, tmp_path: Path) -> None:
-    """The first signal has stopped the workers, and the next one ends the launcher."""
+    """The first signal has stopped the workers, and the third one ends the launcher."""
     with start(POLITE, '"FAILED"') as job:
         until_sync(noted(tmp_path, 1))
         job.send(signal.SIGTERM)
         until_sync((tmp_path / "stalled").exists)
-        job.send(signal.SIGTERM)
+        job.repeat(signal.SIGTERM)
         assert wait_ended(job) == 128 + signal.SIGTERM
         assert "SIGTERM again, and no end within 5 s" in job.err
 
@@ -99,7 +100,7 @@ def test_an_end_that_stalls(start: StartStalling, tmp_path: Path, where: str) ->
             job.wait_err("^aio-elastic: finished")
         job.send(signal.SIGTERM)
         until_sync(is_taken(job.pid))
-        job.send(signal.SIGINT)
+        job.repeat(signal.SIGINT)
         assert wait_ended(job) in ENDED
 
 
@@ -110,7 +111,7 @@ def test_a_launcher_that_stalls_beside_its_workers(start: StartStalling, tmp_pat
         until_sync((tmp_path / "stalled").exists)
         job.send(signal.SIGTERM)
         until_sync(is_taken(job.pid))
-        job.send(signal.SIGINT)
+        job.repeat(signal.SIGINT)
         assert wait_ended(job) in ENDED
 
 
@@ -123,14 +124,14 @@ def is_taken(pid: int) -> Callable[[], bool]:
     return lambda: not re.search("^S(ig|hd)Pnd:.*[1-9a-f]", status.read_text(), re.MULTILINE)
 
 
-def test_other_signals_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_repeated_signal_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     exits: list[object] = []
     monkeypatch.setattr("_thread.start_new_thread", lambda *args: exits.append(args[1]))
     forced = ForcedExit()
-    forced.choose([signal.SIGTERM])
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    forced.choose(StopSignals([signal.SIGTERM]))
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):
         forced.note(number)
     assert exits == []
-    for _ in range(3):
-        forced.note(signal.SIGTERM)
+    for _ in range(2):
+        forced.note(signal.SIGKILL)
     assert exits == [(signal.SIGTERM,)]

@@ -9,10 +9,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elastic_aio import Event, StopEscalated, StopRequested, event_from_json
+from elastic_aio.signals import MOMENT_S
 from tests.support.children import (
     POLITE,
     SIGNAL_LOGGER,
@@ -20,6 +22,7 @@ from tests.support.children import (
     none_alive,
     noted,
     noting,
+    python,
     shell,
     until_sync,
 )
@@ -47,16 +50,17 @@ def logged(directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("number", STOPS)
-def test_a_stop_signal(number: signal.Signals, tmp_path: Path) -> None:
-    """Workers get the same signal once; the launcher prints one line and exits with 128 + n."""
-    with noted_job(tmp_path, 2, SIGNAL_LOGGER, "--shutdown-timeout", 60) as (job, pids):
+@pytest.mark.parametrize("options", [(), ("--shutdown-timeout", 60)], ids=["default", "plan"])
+def test_a_stop_signal(number: signal.Signals, options: tuple[Any, ...], tmp_path: Path) -> None:
+    """Workers get it once, or the signal of the plan; the launcher exits with 128 + n."""
+    with noted_job(tmp_path, 2, SIGNAL_LOGGER, *options) as (job, pids):
         job.send(number)
         until_sync(lambda: len(logged(tmp_path)) >= 2)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         ended = job.ended()
     assert ended.code == 128 + number
-    assert logged(tmp_path) == [number.name] * 2
+    assert logged(tmp_path) == ["SIGTERM" if options else number.name] * 2
     assert f"{number.name} was received" in ended.err
     assert "FAILED" not in ended.err
     assert "Traceback" not in ended.err
@@ -118,22 +122,71 @@ def test_a_forwarded_signal_reaches_the_program_of_a_shell(tmp_path: Path) -> No
         assert job.wait() == 143
 
 
-def test_a_second_interrupt_kills(tmp_path: Path) -> None:
-    """A second SIGINT does not wait for the end of the grace period."""
-    with noted_job(tmp_path, 2, ignoring_signals()) as (job, pids):
-        began = time.monotonic()
+def test_the_third_signal_kills(tmp_path: Path) -> None:
+    """The second one means no more than the first; none waits for the end of the grace period."""
+    with noted_job(tmp_path, 2, ignoring_signals(), "--shutdown-timeout", 60) as (job, pids):
         job.send(signal.SIGINT)
         job.wait_err("SIGINT was received")
-        assert all(map(alive, pids))
-        job.send(signal.SIGINT)
+        job.repeat(signal.SIGHUP, 1)
+        job.repeat(signal.SIGTERM, 1)
         assert job.wait() == 130
-        assert time.monotonic() - began < 10
+        assert "the stop signal was repeated, sending SIGKILL" in job.err
     assert not any(map(alive, pids))
+
+
+@pytest.mark.parametrize("signals", ["TERM HUP", "HUP HUP", "TERM CONT TERM", "TERM INT TERM HUP"])
+def test_stop_signals_within_a_second_are_one(signals: str, tmp_path: Path) -> None:
+    """Of systemd, of a terminal that is closed, of Slurm, of a wrapper and its group."""
+    save = """
+import os, signal, sys, time
+got = []
+for name in "TERM", "HUP", "INT":
+    signal.signal(getattr(signal, "SIG" + name), lambda *_: got.append(1))
+notes = os.environ["NOTES"]
+path = f"{notes}/{os.environ['RANK']}"
+with open(path + ".new", "w") as file:
+    file.write(str(os.getpid()))
+os.rename(path + ".new", path)
+while not got:
+    time.sleep(0.01)
+for _ in range(50):
+    time.sleep(0.01)
+open(f"{notes}/saved{os.environ['RANK']}", "w").close()
+"""
+    with noted_job(tmp_path, 2, python(save)) as (job, _):
+        for name in signals.split():
+            job.send(getattr(signal, f"SIG{name}"))
+        first = getattr(signal, f"SIG{signals.split()[0]}")
+        assert job.wait() in {128 + first, 128 + signal.SIGHUP}
+    assert {path.name for path in tmp_path.glob("saved*")} == {"saved0", "saved1"}
+
+
+def test_the_second_interrupt_of_a_terminal_kills(tmp_path: Path) -> None:
+    """A person's Ctrl-C, at least a second after the first one."""
+    keyboard, terminal = os.openpty()
+    at_terminal = f"""
+import fcntl, os, sys, termios
+fcntl.ioctl({terminal}, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+    argv = [sys.executable, "-c", at_terminal, *CLI, "run", "--shutdown-timeout", "60"]
+    popen: dict[str, Any] = {"start_new_session": True, "pass_fds": [terminal]}
+    with noted_job(tmp_path, 1, ignoring_signals(), argv=argv, **popen) as (job, pids):
+        for _ in range(2):  # an impatient finger
+            os.write(keyboard, b"\x03")
+        job.wait_err("SIGINT was received")
+        time.sleep(MOMENT_S + 0.05)  # what is tested: time that passes
+        assert all(map(alive, pids))
+        os.write(keyboard, b"\x03")
+        assert job.wait() == 130
+    assert not any(map(alive, pids))
+    os.close(keyboard)
+    os.close(terminal)
 
 
 def test_many_signals_during_a_stop(tmp_path: Path) -> None:
     """Nine signals during one stop have no further effect."""
-    with noted_job(tmp_path, 2, ignoring_signals()) as (job, pids):
+    with noted_job(tmp_path, 2, ignoring_signals(), "--shutdown-timeout", 1) as (job, pids):
         for number in [*STOPS, signal.SIGUSR1, *STOPS]:
             job.send(number)
         assert job.wait() in {128 + number for number in STOPS}

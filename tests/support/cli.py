@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import elastic_aio
+from elastic_aio.signals import MOMENT_S
 from tests.support.children import DEADLINE_S, noted, until_sync
 from tests.support.leaks import SESSION_VARIABLE
 
@@ -140,6 +142,12 @@ class Running:
     def send(self, number: int) -> None:
         """Send a signal to the process itself."""
         self.process.send_signal(number)
+
+    def repeat(self, number: int, times: int = 2) -> None:
+        """Send a stop signal again, so much later that it is not the same one."""
+        for _ in range(times):
+            time.sleep(MOMENT_S + 0.05)  # what is tested: time that passes
+            self.send(number)
 
     def wait(self, seconds: float = DEADLINE_S) -> int:
         """Wait for the end; return the code that a shell would report."""

@@ -224,8 +224,8 @@ class SimSupervisor:
                 self._on_end(end)
         child = self.live.get((getattr(effect, "name", ""), getattr(effect, "generation", -1)))
         match effect:
-            case StopChild(_, _, reason, signal, plan) if child is not None:
-                child.stop(StopReceived(reason, signal, plan))
+            case StopChild(_, _, stop) if child is not None:
+                child.stop(stop)
             case AskChild(_, _, request) if child is not None:
                 child.ask(request)
 
@@ -638,7 +638,7 @@ class TreeRules:
         ]
         is_first = key not in self._stopping
         self._stopping.add(key)
-        if self._is_killed or stop.signal == SIGKILL or not is_first:
+        if self._is_killed or stop.stop.signal == SIGKILL or not is_first:
             return
         if others and not self._is_ending:
             new = live[others[0]]
