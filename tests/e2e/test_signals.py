@@ -317,3 +317,53 @@ sys.exit(cli.entry())
 """
     ended = run_program([sys.executable, "-c", code, "run", "--no-python", "true"])
     assert (ended.code, "Traceback" in ended.err) == (0, False)
+
+
+# A trainer that has saved when the signal comes, and exits with $CODE.
+SAVED = python(
+    """
+import os, signal, time
+signal.signal(signal.SIGTERM, lambda *_: os._exit(int(os.environ["CODE"])))
+path = os.environ["NOTES"] + "/" + os.environ["RANK"]
+with open(path + ".new", "w") as file:
+    file.write(str(os.getpid()))
+os.rename(path + ".new", path)
+while True:
+    time.sleep(0.1)
+"""
+)
+
+
+@pytest.mark.parametrize("code", [0, 1, 143])
+@pytest.mark.parametrize(
+    ("options", "ends_with"),
+    [
+        ((), 143),
+        (("--max-restarts", 3), 143),
+        (("--restart-scope", "worker"), 143),
+        (("--preempt-signal", "TERM"), 85),
+    ],
+    ids=["plain", "restarts", "independent", "preemption"],
+)
+def test_an_interrupted_job_is_no_success(
+    options: tuple[object, ...], ends_with: int, code: int, tmp_path: Path
+) -> None:
+    """SIGTERM to all processes; the launcher gets a processor when all workers have ended."""
+    env = {"CODE": str(code)}
+    with noted_job(tmp_path, 2, SAVED, *options, env=env) as (job, pids):
+        job.send(signal.SIGSTOP)
+        for pid in (*pids, job.pid):
+            os.kill(pid, signal.SIGTERM)
+        until_sync(in_state("Z", *pids), "the ends of the workers")
+        job.send(signal.SIGCONT)
+        assert job.wait() == ends_with
+        assert "attempt 0 failed" not in job.err
+
+
+def test_a_job_that_has_ended_before_the_signal_has_succeeded(tmp_path: Path) -> None:
+    """Its worker has left a process that takes a while to end."""
+    script = "(trap 'sleep 1; exit' TERM; while :; do sleep 0.05; done) & exit 0"
+    with noted_job(tmp_path, 1, noting(script)) as (job, _):
+        job.wait_err("have succeeded")
+        job.send(signal.SIGTERM)
+        assert job.wait() == 0
