@@ -44,10 +44,10 @@ async def launch(
 
     Args:
         signals: whether this launch handles the process's signals: True for the defaults of
-            `SignalSpec`.  SIGTERM, SIGINT, SIGHUP and SIGQUIT then stop the job by its plan (a
-            second signal kills it), that of `spec.preemption` is a notice, SIGUSR1 and SIGUSR2 are
-            forwarded to the workers, SIGTSTP suspends the job.  Needs the main thread; the former
-            handlers are restored afterwards.
+            `SignalSpec`.  SIGTERM, SIGINT, SIGHUP and SIGQUIT then stop the job by its plan (Ctrl-C
+            again, or the third signal, kills it), that of `spec.preemption` is a notice, SIGUSR1
+            and SIGUSR2 are forwarded to the workers, SIGTSTP suspends the job.  Needs the main
+            thread; the former handlers are restored afterwards.
         console, listeners, adopt_orphans, control: as for an `Agent`.
 
     Returns:

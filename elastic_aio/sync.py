@@ -7,10 +7,10 @@
 A call that waits for all processes runs an event loop in this thread; processes that run beside the
 script have an event loop in a thread, which ends with them.
 
-On the main thread SIGTERM, SIGINT, SIGHUP and SIGQUIT stop the processes by their plan, which
-starts with the received signal; a second signal kills them.  Then the signal takes the effect that
-it has without this module: it ends the program, raises KeyboardInterrupt, or calls the program's
-handler.  `signals=False` leaves all signals alone.
+On the main thread SIGTERM, SIGINT, SIGHUP and SIGQUIT stop the processes by their plan; a signal
+that is repeated kills them (see `signals`).  Then the signal takes the effect that it has without
+this module: it ends the program, raises KeyboardInterrupt, or calls the program's handler.
+`signals=False` leaves all signals alone.
 """
 
 from __future__ import annotations

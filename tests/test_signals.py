@@ -13,7 +13,7 @@ import pytest
 
 from elastic_aio.aio import run_in_thread
 from elastic_aio.errors import HostError
-from elastic_aio.signals import ReceivedSignals
+from elastic_aio.signals import ReceivedSignals, StopSignals
 from tests.support.children import until_sync
 from tests.support.cli import running
 
@@ -51,6 +51,51 @@ def printed_by(loop: str, body: str) -> tuple[list[str], int]:
     )
     assert "Traceback" not in done.stderr, done.stderr
     return done.stdout.split("\n")[:-1], done.returncode
+
+
+@pytest.mark.parametrize(
+    ("received", "meanings"),
+    [
+        ("0 TERM", "TERM"),
+        ("0 TERM, 0.003 TERM, 0.003 HUP", "TERM - -"),
+        ("0 TERM, 5 TERM, 5.1 TERM", "TERM TERM -"),  # at the end of each grace of Slurm
+        ("0 TERM, 1 HUP, 2 TERM", "TERM HUP KILL"),
+        ("0 TERM, 1 HUP, 1.9 TERM, 2 INT, 7 INT", "TERM HUP - KILL KILL"),
+        ("0 INT, 1 INT", "INT INT"),
+        ("0 USR1, 0 USR1, 0 TERM", "USR1 USR1 TERM"),
+    ],
+)
+def test_what_stop_signals_mean(
+    received: str, meanings: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those within a second are one; the third one kills."""
+    check_meanings(received, meanings, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("received", "meanings"),
+    [
+        ("0 INT, 0.9 INT, 1 INT", "INT - KILL"),
+        ("0 TERM, 1 INT", "TERM INT"),
+        ("0 INT, 1 TERM", "INT TERM"),
+    ],
+)
+def test_a_second_interrupt_at_a_terminal(
+    received: str, meanings: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A person means it."""
+    monkeypatch.setattr("elastic_aio.signals._is_at_terminal", lambda: True)
+    check_meanings(received, meanings, monkeypatch)
+
+
+def check_meanings(received: str, meanings: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stops, found = StopSignals([1, 2, 15]), []
+    for one in received.split(", "):
+        at, name = one.split()
+        monkeypatch.setattr("time.monotonic", lambda at=at: 1e6 + float(at))
+        meaning = stops.meaning(getattr(signal, f"SIG{name}"))
+        found.append(signal.Signals(meaning).name[3:] if meaning else "-")
+    assert " ".join(found) == meanings
 
 
 loops = pytest.mark.parametrize("loop", ["asyncio", "uvloop"])

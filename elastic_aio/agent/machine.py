@@ -69,8 +69,9 @@ A job of one node
     DECIDING     DecisionFailed                  DONE         Finish
     BACKING_OFF  BackoffElapsed                  STARTING     StartGroup
     BACKING_OFF  RestartReceived                 STARTING     CancelBackOff, StartGroup
-    DECIDING     StopReceived, ...               DONE         CancelBackOff, Finish
-    BACKING_OFF  StopReceived, ...               DONE         CancelBackOff, Finish
+    DECIDING,
+    BACKING_OFF  StopReceived,
+                 PreemptionReceived              DONE         CancelBackOff, Finish
 """
 
 from __future__ import annotations

@@ -14,10 +14,12 @@ import select
 import signal
 import time
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from elastic_aio.outcome import signal_name
-from elastic_aio.signals import StopSignals
-from elastic_aio.spec.stop import STOP_SIGNALS
+
+if TYPE_CHECKING:  # the guardian starts before asyncio is imported
+    from elastic_aio.signals import StopSignals
 
 _WAIT_S = 5.0
 """Seconds from the signal to the exit."""
@@ -27,20 +29,21 @@ class ForcedExit:
     """Ends this process after a repeated stop signal; `forced_exit` is the only instance."""
 
     def __init__(self) -> None:
-        self._stops = StopSignals(STOP_SIGNALS)
+        self._stops: StopSignals | None = None
+        self._numbers: set[int] = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM}
         self._notices: set[int] = set()
         self._last = 0  # stop signal; 0: none
         self._is_exiting = False
 
     def choose(self, stops: StopSignals, notices: Iterable[int] = ()) -> None:
         """Choose what stop signals mean; the first of `notices` stops nothing yet."""
-        self._stops, self._notices = stops, set(notices)
+        self._stops, self._numbers, self._notices = stops, {*stops.numbers}, {*notices}
 
     def note(self, number: int) -> None:
         """Note a signal, or SIGKILL in place of a repeated one; called by its handler."""
         if number in self._notices:
             self._notices.clear()
-        elif number in self._stops.numbers:
+        elif number in self._numbers:
             self._last = number
         elif number == signal.SIGKILL and not self._is_exiting:
             self._is_exiting = True
@@ -51,16 +54,18 @@ class ForcedExit:
                 os._exit(128 + (self._last or signal.SIGTERM))
 
     def _note_late(self, number: int, frame: object) -> None:
-        self.note(self._stops.meaning(number))
+        if self._stops is not None:
+            number = self._stops.meaning(number)
+        elif self._last:
+            number = signal.SIGKILL
+        self.note(number)
 
     def handle_late(self) -> None:
         """Handle signals until `close`: the exit code is settled, a signal does not replace it.
 
         Other signals are blocked.  Idempotent.
         """
-        handled = [
-            one for one in self._stops.numbers if signal.getsignal(one) is not signal.SIG_IGN
-        ]
+        handled = [one for one in self._numbers if signal.getsignal(one) is not signal.SIG_IGN]
         for number in handled:
             signal.signal(number, self._note_late)
         signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals() - set(handled))

@@ -22,6 +22,7 @@ from elastic_aio import (
     JobStopped,
     LaunchSpec,
     Restarting,
+    RestartPolicy,
     StopEscalated,
     StopPlan,
     StopRequested,
@@ -218,27 +219,22 @@ async def test_kill_shortens_a_stop_that_is_under_way(tmp_path: Path) -> None:
         assert time.monotonic() - began < 20
 
 
-@pytest.mark.parametrize(
-    ("second", "reason"),
-    [("SIGTERM", "a second SIGTERM was received"), ("SIGINT", "SIGINT was received")],
-)
-async def test_a_second_signal_is_the_reason(tmp_path: Path, second: str, reason: str) -> None:
+async def test_a_repeated_signal_is_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It cuts the grace period short, which has not expired."""
+    monkeypatch.setattr("elastic_aio.signals.MOMENT_S", 0.0)
     events: list[Event] = []
-
-    def on_event(event: Event) -> None:
-        events.append(event)
-        if isinstance(event, StopRequested):
-            os.kill(os.getpid(), signal.Signals[second])
-
     spec = ignoring_spec(tmp_path).replace(stop=StopPlan.within(25))
-    task = asyncio.ensure_future(launch(spec, signals=True, listeners=[on_event]))
+    task = asyncio.ensure_future(launch(spec, signals=True, listeners=[events.append]))
     await until(noted(tmp_path, 1))
-    os.kill(os.getpid(), signal.SIGTERM)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        os.kill(os.getpid(), number)
+        await until(lambda: any(isinstance(one, StopRequested) for one in events))
     with pytest.raises(JobStopped):
         await task
     (escalated,) = (event for event in events if isinstance(event, StopEscalated))
-    assert escalated.reason == reason
+    assert escalated.reason == "the stop signal was repeated"
 
 
 async def test_kill_without_a_stop_before(tmp_path: Path) -> None:
@@ -385,3 +381,58 @@ async def test_a_sigterm_to_all_processes_is_no_failure(tmp_path: Path, kind: ty
             await agent.wait()
     assert (caught.value.result.exit_code, caught.value.result.restarts) == (143, 0)
     assert not [one for one in events if isinstance(one, AttemptFailed | Restarting)]
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("never_on", [(), (7,)])
+@pytest.mark.parametrize("how", ["stop", "preempt"])
+async def test_a_failure_is_not_erased_by_what_comes_later(
+    tmp_path: Path, never_on: tuple[int, ...], how: str
+) -> None:
+    """Rank 1 fails, rank 0 saves, and then the job is stopped, or has notice of a preemption."""
+    save = trapping("touch $NOTES/saving; until [ -e $NOTES/go ]; do sleep 0.01; done; exit 143")
+    script = "if [ $RANK = 1 ]; then until [ -e $NOTES/0 ]; do sleep 0.01; done; exit 7; fi; "
+    spec = LaunchSpec(
+        [*save[:-1], script + save[-1]],
+        nproc_per_node=2,
+        env={"NOTES": str(tmp_path)},
+        max_restarts=0 if how == "preempt" else 3,
+        restart=RestartPolicy(never_on=never_on),
+    )
+    events: list[Event] = []
+    async with Agent(spec, listeners=[events.append]) as agent:
+        await until((tmp_path / "saving").exists)
+        if how == "stop":
+            stopped = agent.stop()
+        else:
+            assert agent.preempt()
+        (tmp_path / "go").touch()
+        with pytest.raises(JobFailed) as caught:
+            await agent.wait()
+    assert caught.value.result.exit_code == 7
+    assert [one.root.rank for one in events if isinstance(one, AttemptFailed)] == [1]
+    assert not [one for one in events if isinstance(one, Restarting)]
+    if how == "stop":
+        await stopped
+
+
+@pytest.mark.both_loops
+async def test_a_restart_does_not_wait_for_a_signal(tmp_path: Path) -> None:
+    """A worker that SIGTERM has ended, and one that saves at SIGTERM: the next attempt follows."""
+    save = trapping("exit 143")
+    script = (
+        "if [ $TORCHELASTIC_RESTART_COUNT = 1 ]; then exit 0; fi;"
+        " if [ $RANK = 1 ]; then until [ -e $NOTES/0 ]; do sleep 0.01; done; kill $$; fi; "
+    )
+    spec = LaunchSpec(
+        [*save[:-1], script + save[-1]],
+        nproc_per_node=2,
+        env={"NOTES": str(tmp_path)},
+        max_restarts=1,
+        restart=RestartPolicy(backoff=None),
+    )
+    events: list[Event] = []
+    await launch(spec, listeners=[events.append])
+    failed = next(one for one in events if isinstance(one, AttemptFailed))
+    restarting = next(one for one in events if isinstance(one, Restarting))
+    assert restarting.seq == failed.seq + 1

@@ -51,7 +51,18 @@ def test_the_grace_of_the_guardian_must_not_be_negative() -> None:
         StopPlan(guardian_grace=-1)
 
 
-def test_a_received_signal_replaces_the_first_one() -> None:
+def test_a_received_signal_begins_the_plan() -> None:
+    """Only in the default plan, a signal that torchrun passes on takes the place of SIGTERM."""
+    for number in (1, 2, 3, 15):
+        assert StopPlan().begun_by(number) == StopPlan().starting_with(number)
+        assert StopPlan(linger=5).begun_by(number).steps[0].signal == number
+        assert StopPlan.within(10).begun_by(number) == StopPlan.within(10)
+        assert StopPlan([("SIGQUIT", 25)]).begun_by(number) == StopPlan([("SIGQUIT", 25)])
+    assert StopPlan().begun_by(10) == StopPlan()
+    assert StopPlan(()).begun_by(2) == StopPlan(())
+
+
+def test_a_requested_signal_replaces_the_first_one() -> None:
     """Graces, later steps and the other settings stay."""
     plan = StopPlan([("SIGTERM", 3), ("SIGQUIT", 4)], reap_timeout=7, guardian_grace=2)
     assert plan.starting_with(2) == StopPlan(((2, 3.0), (3, 4.0)), 7, 2)
