@@ -98,39 +98,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from elastic_aio.agent.machine import (
-    CANNOT_KILL,
-    LIVE,
-    AgentMachine,
-    AgentPhase,
-    BarrierTimedOut,
-    CancelBackOff,
-    Effect,
-    EffectResult,
-    ExclusionReceived,
-    Finish,
-    GroupStarted,
-    GroupStopped,
-    InstructionReceived,
-    Join,
-    JoinFailed,
-    Leave,
-    LeftRendezvous,
-    NotePeers,
-    PreemptionReceived,
-    ProgressMade,
-    Publish,
-    Request,
-    RestartReceived,
-    SendReport,
-    ShowChange,
-    Start,
-    StartBarrier,
-    StartGroup,
-    StopReceived,
-    WorkersAgreed,
-    why_stopped,
-)
+from elastic_aio.agent import machine
 from elastic_aio.events import AttemptFailed, Event, Restarting
 from elastic_aio.outcome import (
     PREEMPTION_CHANGE,
@@ -140,32 +108,7 @@ from elastic_aio.outcome import (
     JobOutcome,
     JobState,
 )
-from elastic_aio.rendezvous.base import (
-    CUT_OFF_GRACE,
-    ChangeAgreed,
-    ChangePending,
-    EndJob,
-    ExclusionRequested,
-    Instruction,
-    NodeDraining,
-    PeersFinished,
-    Placement,
-    PreemptionNoticed,
-    RestartCause,
-    RestartPending,
-    RestartRequested,
-    RoundFailing,
-    RoundProgressed,
-    RoundStarted,
-    RoundStopped,
-    RoundSucceeded,
-    StartRound,
-    StopRound,
-    cause_event,
-    pending_event,
-    restarting_event,
-    round_formed_event,
-)
+from elastic_aio.rendezvous import base
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.stop import StopPlan
 from elastic_aio.text import escape_surrogates
@@ -176,7 +119,7 @@ _END_S = 30.0
 """Seconds for which a node waits, beyond its own time, for other nodes that are preempted."""
 
 
-class MultiNodeMachine(AgentMachine):
+class MultiNodeMachine(machine.AgentMachine):
     """Decides for one node of a job of many (see `AgentMachine`)."""
 
     def __init__(self, spec: LaunchSpec, nproc: int) -> None:
@@ -187,9 +130,9 @@ class MultiNodeMachine(AgentMachine):
         self._reported_round = -1  # of the last RoundStopped
         self._restarts = 0
         self._group_size = 1
-        self._next: StartRound | None = None
-        self._peers: PeersFinished | None = None
-        self._finish: Finish | None = None
+        self._next: base.StartRound | None = None
+        self._peers: base.PeersFinished | None = None
+        self._finish: machine.Finish | None = None
         self._is_member = self._is_leaving = False
         self._has_agreed = False  # to the preemption
         self._has_no_store = False  # any more, since the notice
@@ -201,63 +144,76 @@ class MultiNodeMachine(AgentMachine):
 
     # ---------------------------------------------------------------- inputs
 
-    def _on_request(self, request: Request) -> list[Effect]:
+    def _on_request(self, request: machine.Request) -> list[machine.Effect]:
         match request:
-            case Start():
+            case machine.Start():
                 return self._join()
-            case StopReceived():
+            case machine.StopReceived():
                 return self._on_stop_received(request)
-            case RestartReceived(reason):
-                is_open = self.phase in LIVE and self._finish is None and self.notice is None
-                return [SendReport(RestartRequested(self.round, reason))] if is_open else []
-            case PreemptionReceived():
+            case machine.RestartReceived(reason):
+                is_open = (
+                    self.phase in machine.LIVE and self._finish is None and self.notice is None
+                )
+                return (
+                    [machine.SendReport(base.RestartRequested(self.round, reason))]
+                    if is_open
+                    else []
+                )
+            case machine.PreemptionReceived():
                 return self._on_preemption_received(request)
-            case InstructionReceived(StopRound(why=why, is_cut_off=True)) if (
-                self.phase is AgentPhase.STOPPING
+            case machine.InstructionReceived(base.StopRound(why=why, is_cut_off=True)) if (
+                self.phase is machine.AgentPhase.STOPPING
             ):
                 plan = self._spec.stop.starting_with(SIGKILL)  # the first signal was sent
                 return self._stop_group(why, plan=plan, leftovers_only=self._all_succeeded)
-            case InstructionReceived(instruction):
+            case machine.InstructionReceived(instruction):
                 return [] if self._finish is not None else self._on_instruction(instruction)
-            case JoinFailed(error):
-                failed = Finish(JobOutcome(JobState.FAILED, str(error), 1, self._restarts), error)
+            case machine.JoinFailed(error):
+                failed = machine.Finish(
+                    JobOutcome(JobState.FAILED, str(error), 1, self._restarts), error
+                )
                 return [] if self._finish is not None else self._end(failed)
-            case LeftRendezvous():
+            case machine.LeftRendezvous():
                 self._is_member = False
-                return self._done() if self.phase is AgentPhase.LEAVING else []
+                return self._done() if self.phase is machine.AgentPhase.LEAVING else []
 
-    def _join(self) -> list[Effect]:
-        if self.phase is not AgentPhase.NEW:
+    def _join(self) -> list[machine.Effect]:
+        if self.phase is not machine.AgentPhase.NEW:
             raise self._impossible("a second start")
-        self.phase = AgentPhase.IDLE
+        self.phase = machine.AgentPhase.IDLE
         self._is_member = True
-        return [Join()]
+        return [machine.Join()]
 
-    def _on_instruction(self, instruction: Instruction) -> list[Effect]:
+    def _on_instruction(self, instruction: base.Instruction) -> list[machine.Effect]:
         match instruction:
-            case StartRound():
+            case base.StartRound():
                 return self._on_start_round(instruction)
-            case StopRound():
+            case base.StopRound():
                 return self._on_stop_round(instruction)
-            case RestartPending(cause):
-                return [*self._publish_root(cause), *self._publish_restart(restarting_event(cause))]
-            case ChangePending(round, why, left, number):
-                event = Publish(pending_event(instruction, self.attempt))
-                is_current = self.phase in LIVE and round == self.round and self.notice is None
-                return [event, ShowChange(why, left, number)] if is_current else [event]
-            case PeersFinished(round):
+            case base.RestartPending(cause):
+                return [
+                    *self._publish_root(cause),
+                    *self._publish_restart(base.restarting_event(cause)),
+                ]
+            case base.ChangePending(round, why, left, number):
+                event = machine.Publish(base.pending_event(instruction, self.attempt))
+                is_current = (
+                    self.phase in machine.LIVE and round == self.round and self.notice is None
+                )
+                return [event, machine.ShowChange(why, left, number)] if is_current else [event]
+            case base.PeersFinished(round):
                 self._peers = instruction
-                is_current = self.phase in LIVE and round == self.round
-                return [NotePeers(instruction)] if is_current else []
-            case EndJob(outcome) if self.notice is not None and outcome.is_rendezvous:
-                if outcome.cause is not EndCause.NO_STORE or self.phase not in LIVE:
+                is_current = self.phase in machine.LIVE and round == self.round
+                return [machine.NotePeers(instruction)] if is_current else []
+            case base.EndJob(outcome) if self.notice is not None and outcome.is_rendezvous:
+                if outcome.cause is not EndCause.NO_STORE or self.phase not in machine.LIVE:
                     return self._end(self._stopped())
                 self._has_no_store = True
                 return self._on_notice_agreed() if self._has_agreed else []
-            case EndJob(outcome):
-                return self._end(Finish(outcome))
+            case base.EndJob(outcome):
+                return self._end(machine.Finish(outcome))
 
-    def _on_start_round(self, start: StartRound) -> list[Effect]:
+    def _on_start_round(self, start: base.StartRound) -> list[machine.Effect]:
         if start.placement.round <= self._newest_round or self._is_ending:
             return []
         self._newest_round = start.placement.round
@@ -265,75 +221,81 @@ class MultiNodeMachine(AgentMachine):
         why = "the nodes form another round" if start.cause is None else start.cause.why
         return [*self._publish_round(start), *self._stop_and_continue(why)]
 
-    def _on_stop_round(self, stop: StopRound) -> list[Effect]:
+    def _on_stop_round(self, stop: base.StopRound) -> list[machine.Effect]:
         if stop.round < self._newest_round or stop.round <= self._stopped_round:
             return []
         self._newest_round = self._stopped_round = stop.round
         self._next = None
-        plan = self._spec.stop.shortened(CUT_OFF_GRACE) if stop.is_cut_off else None
+        plan = self._spec.stop.shortened(base.CUT_OFF_GRACE) if stop.is_cut_off else None
         return self._stop_and_continue(stop.why, plan)
 
-    def _on_stop_received(self, stop: StopReceived) -> list[Effect]:
+    def _on_stop_received(self, stop: machine.StopReceived) -> list[machine.Effect]:
         if self._finish is not None or self._stop is not None:
             return []
-        if self.phase is AgentPhase.BARRIER:
+        if self.phase is machine.AgentPhase.BARRIER:
             return self._leave_after_success(stop)
         self._stop = stop
-        if self.phase is AgentPhase.STOPPING and self._all_succeeded:
+        if self.phase is machine.AgentPhase.STOPPING and self._all_succeeded:
             return []  # GroupStopped will show whether the round is a success
-        has_workers = self.phase is AgentPhase.STOPPING or self.phase in LIVE
+        has_workers = self.phase is machine.AgentPhase.STOPPING or self.phase in machine.LIVE
         is_draining = has_workers and not self._spec.rendezvous.overlap
         finish = self._stopped()
-        draining = [SendReport(NodeDraining(finish.outcome.why))] if is_draining else []
+        draining = (
+            [machine.SendReport(base.NodeDraining(finish.outcome.why))] if is_draining else []
+        )
         return [*self._end(finish), *draining]
 
-    def accepts(self, notice: PreemptionReceived) -> bool:
+    def accepts(self, notice: machine.PreemptionReceived) -> bool:
         return self._finish is None and super().accepts(notice)
 
-    def _on_preemption_received(self, notice: PreemptionReceived) -> list[Effect]:
+    def _on_preemption_received(self, notice: machine.PreemptionReceived) -> list[machine.Effect]:
         if not self.accepts(notice):
             return []
         if self.round < 0 and self._next is None:
             self.notice = notice
             return self._end(self._stopped())
-        change = ChangePending(
+        change = base.ChangePending(
             self.round, notice.reason, notice.time_left, PREEMPTION_CHANGE, notice.until
         )
-        effects = [SendReport(PreemptionNoticed(change)), *self._give_notice(notice)]
-        if self.phase in (AgentPhase.IDLE, AgentPhase.BARRIER):
+        effects = [machine.SendReport(base.PreemptionNoticed(change)), *self._give_notice(notice)]
+        if self.phase in (machine.AgentPhase.IDLE, machine.AgentPhase.BARRIER):
             effects += [*self._cancel_barrier(), *self._wait_at_barrier()]
         return effects
 
-    def _wait_at_barrier(self) -> list[Effect]:
+    def _wait_at_barrier(self) -> list[machine.Effect]:
         """Wait for other nodes; after a notice, for as long as they may need to stop."""
         if self._has_no_store:
             return self._end(self._stopped())
-        self.phase = AgentPhase.BARRIER
+        self.phase = machine.AgentPhase.BARRIER
         plan, timeout = self._spec.stop, self._spec.rendezvous.exit_barrier_timeout
         if self.notice is not None:
             timeout = self.notice.time_left + plan.grace + plan.reap_timeout + _END_S
-        return [StartBarrier(self.attempt, timeout)]
+        return [machine.StartBarrier(self.attempt, timeout)]
 
-    def _on_notice_agreed(self) -> list[Effect]:
+    def _on_notice_agreed(self) -> list[machine.Effect]:
         self._has_agreed = True
         if self._has_no_store:
             return super()._on_notice_agreed()
-        return [SendReport(ChangeAgreed(self.round, PREEMPTION_CHANGE))]
+        return [machine.SendReport(base.ChangeAgreed(self.round, PREEMPTION_CHANGE))]
 
-    def _on_other_result(self, result: EffectResult) -> list[Effect]:
+    def _on_other_result(self, result: machine.EffectResult) -> list[machine.Effect]:
         match result:
-            case WorkersAgreed(change=change) if self.phase in LIVE:
-                return [SendReport(ChangeAgreed(self.round, change))]
-            case ProgressMade() if self._spec.restart.max_attempts_without_progress is not None:
-                return [SendReport(RoundProgressed(self.round))]  # other jobs pay for no message
-            case ExclusionReceived(why=why, seconds=seconds):
-                return [SendReport(ExclusionRequested(self.round, why, seconds))]
-            case BarrierTimedOut() if self.phase is AgentPhase.BARRIER:
+            case machine.WorkersAgreed(change=change) if self.phase in machine.LIVE:
+                return [machine.SendReport(base.ChangeAgreed(self.round, change))]
+            case machine.ProgressMade() if (
+                self._spec.restart.max_attempts_without_progress is not None
+            ):
+                return [
+                    machine.SendReport(base.RoundProgressed(self.round))
+                ]  # other jobs pay for no message
+            case machine.ExclusionReceived(why=why, seconds=seconds):
+                return [machine.SendReport(base.ExclusionRequested(self.round, why, seconds))]
+            case machine.BarrierTimedOut() if self.phase is machine.AgentPhase.BARRIER:
                 return self._on_barrier_timed_out()
         return []
 
-    def _on_barrier_timed_out(self) -> list[Effect]:
-        self.phase = AgentPhase.IDLE
+    def _on_barrier_timed_out(self) -> list[machine.Effect]:
+        self.phase = machine.AgentPhase.IDLE
         if self.notice is not None:
             return self._end(self._stopped())
         timeout = self._spec.rendezvous.exit_barrier_timeout
@@ -344,68 +306,73 @@ class MultiNodeMachine(AgentMachine):
 
     # ---------------------------------------------------------------- the group
 
-    def _on_group_started(self, started: GroupStarted) -> list[Effect]:
-        if self.phase is not AgentPhase.STARTING:
+    def _on_group_started(self, started: machine.GroupStarted) -> list[machine.Effect]:
+        if self.phase is not machine.AgentPhase.STARTING:
             return super()._on_group_started(started)
-        return [SendReport(RoundStarted(self.round)), *super()._on_group_started(started)]
+        return [
+            machine.SendReport(base.RoundStarted(self.round)),
+            *super()._on_group_started(started),
+        ]
 
-    def _on_failing(self, why: str) -> list[Effect]:
+    def _on_failing(self, why: str) -> list[machine.Effect]:
         if self._has_notice:
             return super()._on_failing(why)
         # Before the stop: the other nodes' workers wait for a worker that has exited.
-        return [SendReport(RoundFailing(self.round, why)), *self._stop_group(why)]
+        return [machine.SendReport(base.RoundFailing(self.round, why)), *self._stop_group(why)]
 
     @property
     def _have_all_ended(self) -> bool:
         return (self._group_size == 1 or self._has_notice) and super()._have_all_ended
 
-    def _stop_and_continue(self, why: str, plan: StopPlan | None = None) -> list[Effect]:
+    def _stop_and_continue(self, why: str, plan: StopPlan | None = None) -> list[machine.Effect]:
         """Stop the group if it runs, then follow the newest instruction."""
-        if self.phase in LIVE:
+        if self.phase in machine.LIVE:
             return self._stop_group(why, plan=plan, is_ordered=True)
-        if self.phase is AgentPhase.STOPPING:
+        if self.phase is machine.AgentPhase.STOPPING:
             return []
         return [*self._cancel_barrier(), *self._continue()]
 
-    def _on_group_stopped(self, stopped: GroupStopped) -> list[Effect]:
-        self.phase = AgentPhase.IDLE
+    def _on_group_stopped(self, stopped: machine.GroupStopped) -> list[machine.Effect]:
+        self.phase = machine.AgentPhase.IDLE
         if self._finish is not None:
             if self._stop is None or not self._is_member or self._is_leaving:
                 return self._done()
             if self._failures and not self._is_effect:
                 why, code = f"no restart follows: {self._stop.reason}", self._exit_code_of_failure()
-                self._finish = Finish(JobOutcome(JobState.FAILED, why, code, self._restarts))
+                self._finish = machine.Finish(
+                    JobOutcome(JobState.FAILED, why, code, self._restarts)
+                )
             elif not self._has_failed:
                 self._failures = ()  # none of them ends the round
-            report = RoundStopped(self.round, self._failures)
-            return [SendReport(report), *self._done(stays=True)]
+            report = base.RoundStopped(self.round, self._failures)
+            return [machine.SendReport(report), *self._done(stays=True)]
         if self._all_succeeded and not stopped.failures and self._stopped_round < self.round:
-            succeeded = RoundSucceeded(self.round, stopped.first_success)
-            return [SendReport(succeeded), *self._after_success()]
+            succeeded = base.RoundSucceeded(self.round, stopped.first_success)
+            return [machine.SendReport(succeeded), *self._after_success()]
         reports = self._report_stopped(stopped)
         if self._stop is not None:
             return [*reports, *self._end(self._stopped())]
         return [*reports, *self._continue()]
 
-    def _after_success(self) -> list[Effect]:
+    def _after_success(self) -> list[machine.Effect]:
         if self._stop is not None:
             return self._leave_after_success(self._stop)
         if self._next is not None:
             return self._continue()
         return self._wait_at_barrier()
 
-    def _leave_after_success(self, stop: StopReceived) -> list[Effect]:
-        why = why_stopped(stop)[0]
+    def _leave_after_success(self, stop: machine.StopReceived) -> list[machine.Effect]:
+        why = machine.why_stopped(stop)[0]
         success = self._success(f"{_SUCCESS}; the others are not waited for: {why}")
         finish = success if self.notice is None else self._stopped()
-        return [SendReport(NodeDraining(why)), *self._end(finish, stays=True)]
+        return [machine.SendReport(base.NodeDraining(why)), *self._end(finish, stays=True)]
 
-    def _report_stopped(self, end: GroupStopped) -> list[Effect]:
-        reason = CANNOT_KILL if end.has_survivors else ""
+    def _report_stopped(self, end: machine.GroupStopped) -> list[machine.Effect]:
+        reason = machine.CANNOT_KILL if end.has_survivors else ""
         if self._start_failure is not None and self._start_failure.permanent:
             reason = self._start_failure.why_permanent
         code = self._exit_code_of_failure()
-        stopped = RoundStopped(
+        stopped = base.RoundStopped(
             self.round,
             self._failures,
             bool(reason),
@@ -416,116 +383,124 @@ class MultiNodeMachine(AgentMachine):
         )
         self._reported_round = self.round
         if not end.has_survivors or self._newest_round == self.round:
-            return [SendReport(stopped)]
+            return [machine.SendReport(stopped)]
         # The round that was to follow cannot be started here either.
         self._next, self._reported_round = None, self._newest_round
         return [
-            SendReport(stopped),
-            SendReport(
-                RoundStopped(self._newest_round, is_permanent=True, permanent_reason=reason)
+            machine.SendReport(stopped),
+            machine.SendReport(
+                base.RoundStopped(self._newest_round, is_permanent=True, permanent_reason=reason)
             ),
         ]
 
-    def _continue(self) -> list[Effect]:
+    def _continue(self) -> list[machine.Effect]:
         """Follow the newest instruction; no group is running."""
         if self._next is not None and self.notice is None:
             return self._start_round(self._next.placement)
         if self._next is not None:
             self._next, self._stopped_round = None, self._newest_round
-        self.phase = AgentPhase.IDLE
+        self.phase = machine.AgentPhase.IDLE
         waiting = [] if self.notice is None else self._wait_at_barrier()
         if self._stopped_round <= self._reported_round:
             return waiting
         self._reported_round = self._stopped_round
-        return [SendReport(RoundStopped(self._stopped_round)), *waiting]
+        return [machine.SendReport(base.RoundStopped(self._stopped_round)), *waiting]
 
-    def _start_round(self, placement: Placement) -> list[Effect]:
+    def _start_round(self, placement: base.Placement) -> list[machine.Effect]:
         self._next = None
         self.round, self._restarts = placement.round, placement.restarts
         self._group_size = placement.span.group_world_size
-        start = StartGroup(placement.attempt, placement.restarts, placement)
+        start = machine.StartGroup(placement.attempt, placement.restarts, placement)
         # With `overlap`, workers of other nodes may have finished before these begin.
         peers = self._peers
         is_late = peers is not None and peers.round == placement.round
-        return [*self._start_group(start), *([NotePeers(peers)] if peers and is_late else [])]
+        return [
+            *self._start_group(start),
+            *([machine.NotePeers(peers)] if peers and is_late else []),
+        ]
 
     # ------------------------------------------------------------------ the end
 
-    def _end(self, finish: Finish, *, stays: bool = False) -> list[Effect]:
+    def _end(self, finish: machine.Finish, *, stays: bool = False) -> list[machine.Effect]:
         """Stop the group and leave; finish when both are done."""
         self._finish, self._next = finish, None
         # The others must not start another round beside these workers, unless they may.
         is_over = self._stop is None and not finish.outcome.is_rendezvous
         is_leaving = is_over or self._spec.rendezvous.overlap
         leaving = self._leave(stays=stays) if is_leaving else []
-        if self.phase in LIVE:
-            stop = self._stop or StopReceived("")
+        if self.phase in machine.LIVE:
+            stop = self._stop or machine.StopReceived("")
             plan = stop.plan_of(self._spec.stop)
             return [*leaving, *self._stop_group(finish.outcome.why, stop.signal, plan=plan)]
-        if self.phase is AgentPhase.STOPPING:
+        if self.phase is machine.AgentPhase.STOPPING:
             return leaving
         return [*self._cancel_barrier(), *leaving, *self._done(stays=stays)]
 
-    def _leave(self, *, stays: bool = False) -> list[Effect]:
+    def _leave(self, *, stays: bool = False) -> list[machine.Effect]:
         if not self._is_member or self._is_leaving or self._finish is None:
             return []
         self._is_leaving = True
-        return [Leave(self._finish.outcome.why, stays)]
+        return [machine.Leave(self._finish.outcome.why, stays)]
 
-    def _done(self, *, stays: bool = False) -> list[Effect]:
+    def _done(self, *, stays: bool = False) -> list[machine.Effect]:
         """Finish, unless this node is still leaving; no group is running."""
         finish = self._finish
         if finish is None:
             raise self._impossible("an end that was not decided")
         if self._is_member:
-            self.phase = AgentPhase.LEAVING
+            self.phase = machine.AgentPhase.LEAVING
             return self._leave(stays=stays)
-        self.phase = AgentPhase.DONE
+        self.phase = machine.AgentPhase.DONE
         # What workers do after a notice, or by its signal, is no failure of the attempt.
         own = () if self._has_notice or self._is_effect else self._failures
         failures = _merge(finish.outcome.failures, own)
         if finish.outcome.failures:
-            finish = Finish(replace(finish.outcome, failures=failures), finish.error)
+            finish = machine.Finish(replace(finish.outcome, failures=failures), finish.error)
         return [*self._publish_failed(self.attempt, failures), finish]
 
-    def _cancel_barrier(self) -> list[Effect]:
-        return [CancelBackOff()] if self.phase is AgentPhase.BARRIER else []
+    def _cancel_barrier(self) -> list[machine.Effect]:
+        return [machine.CancelBackOff()] if self.phase is machine.AgentPhase.BARRIER else []
 
-    def _success(self, why: str) -> Finish:
-        return Finish(JobOutcome(JobState.SUCCEEDED, why, 0, self._restarts))
+    def _success(self, why: str) -> machine.Finish:
+        return machine.Finish(JobOutcome(JobState.SUCCEEDED, why, 0, self._restarts))
 
-    def _stopped(self) -> Finish:
-        return Finish(self._stopped_outcome(self._restarts))
+    def _stopped(self) -> machine.Finish:
+        return machine.Finish(self._stopped_outcome(self._restarts))
 
     # ---------------------------------------------------------------- events
 
-    def _publish_round(self, start: StartRound) -> list[Effect]:
+    def _publish_round(self, start: base.StartRound) -> list[machine.Effect]:
         placement, cause = start.placement, start.cause
-        effects: list[Effect] = []
+        effects: list[machine.Effect] = []
         if cause is not None:
             effects += self._publish_root(cause)
-            effects += self._publish_restart(cause_event(cause, placement))
-        return [*effects, Publish(round_formed_event(placement, placement.span.group_rank))]
+            effects += self._publish_restart(base.cause_event(cause, placement))
+        return [
+            *effects,
+            machine.Publish(base.round_formed_event(placement, placement.span.group_rank)),
+        ]
 
-    def _publish_restart(self, event: Event) -> list[Effect]:
+    def _publish_restart(self, event: Event) -> list[machine.Effect]:
         if isinstance(event, Restarting):
             if event.attempt <= self._published_restart:
                 return []
             self._published_restart = event.attempt
-        return [Publish(event)]
+        return [machine.Publish(event)]
 
-    def _publish_root(self, cause: RestartCause) -> list[Effect]:
+    def _publish_root(self, cause: base.RestartCause) -> list[machine.Effect]:
         if cause.root is None:
             return []
         failed = cause.attempt - 1
         own = self._failures if failed == self.attempt else ()
         return self._publish_failed(failed, _merge((cause.root,), own))
 
-    def _publish_failed(self, attempt: int, failures: tuple[Failure, ...]) -> list[Effect]:
+    def _publish_failed(self, attempt: int, failures: tuple[Failure, ...]) -> list[machine.Effect]:
         if not failures or attempt <= self._published_failure:
             return []
         self._published_failure = attempt
-        return [Publish(AttemptFailed(attempt=attempt, root=failures[0], failures=failures))]
+        return [
+            machine.Publish(AttemptFailed(attempt=attempt, root=failures[0], failures=failures))
+        ]
 
 
 def _merge(job: Sequence[Failure], own: Sequence[Failure]) -> tuple[Failure, ...]:

@@ -14,28 +14,9 @@ from typing import Any, TypeAlias
 
 from msgspec.structs import replace
 
+from elastic_aio.agent import machine
 from elastic_aio.agent.driver import Driver, call_decide
 from elastic_aio.agent.event_log import EventWriter
-from elastic_aio.agent.machine import (
-    AgentPhase,
-    BarrierTimedOut,
-    Effect,
-    ExclusionReceived,
-    Finish,
-    GroupStopped,
-    Input,
-    InstructionReceived,
-    Join,
-    JoinFailed,
-    Leave,
-    LeftRendezvous,
-    NotePeers,
-    SendReport,
-    ShowChange,
-    StartBarrier,
-    StopGroup,
-    StopReceived,
-)
 from elastic_aio.agent.multi_node import MultiNodeMachine
 from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.aio import cancel_and_wait, create_task, wait_forever, wall_clock
@@ -102,7 +83,7 @@ class MultiNodeDriver(Driver):
             left = min(instruction.until - wall_clock(), instruction.time_left or 0.0)
             super().request_preemption(instruction.why, max(0.0, left))
             return
-        self.receive(InstructionReceived(instruction))
+        self.receive(machine.InstructionReceived(instruction))
 
     def on_event(self, event: Event) -> None:
         if not self.done.done():
@@ -147,68 +128,70 @@ class MultiNodeDriver(Driver):
 
     # -------------------------------------------------------------- requests
 
-    def receive(self, received: Input) -> None:
+    def receive(self, received: machine.Input) -> None:
         """Hand an input to the state machine, and note when the grace of a stop ends."""
-        if isinstance(received, StopReceived):
+        if isinstance(received, machine.StopReceived):
             plan = received.plan or self._runtime.spec.stop
             now = self._runtime.clock.now()
             self._stop_ends_at = self._stop_ends_at or now + plan.grace
         match received:
-            case StopReceived() | InstructionReceived(EndJob()) if not self._over.done():
+            case machine.StopReceived() | machine.InstructionReceived(EndJob()) if (
+                not self._over.done()
+            ):
                 self._over.set_result(None)
         super().receive(received)
-        is_stopping = self._machine.phase is AgentPhase.STOPPING
+        is_stopping = self._machine.phase is machine.AgentPhase.STOPPING
         if self._machine.notice is not None and is_stopping and not self._over.done():
             self._over.set_result(None)  # no round follows that this host would have to be fit for
 
     def request_preemption(self, reason: str, seconds: float | None = None) -> bool:
         return super().request_preemption(f"{reason} (on {self._runtime.host})", seconds)
 
-    def kill(self, reason: str = "", stop: StopReceived | None = None) -> None:
+    def kill(self, reason: str = "", stop: machine.StopReceived | None = None) -> None:
         """Shorten every stop to SIGKILL, wait for no other node, and end the job."""
         super().kill(reason, stop)
         if self._staying is not None:
             self._staying.cancel()
         if self._leaving is not None and not self._leaving.done():
             why = "an immediate stop was requested"
-            self._run(Leave(why), self.rendezvous.leave(why))
+            self._run(machine.Leave(why), self.rendezvous.leave(why))
 
     # --------------------------------------------------------------- effects
 
-    def _perform(self, effect: Effect) -> None:
+    def _perform(self, effect: machine.Effect) -> None:
         match effect:
-            case Join():
+            case machine.Join():
                 self._is_member = True
                 self._joining = self._run(effect, self._join())
-            case SendReport(report):
+            case machine.SendReport(report):
                 self.rendezvous.report(report)
-            case StartBarrier():
+            case machine.StartBarrier():
                 self._waiting = self._run(effect, self._wait_at_barrier(effect))
-            case Leave():
+            case machine.Leave():
                 self._leaving = self._run(effect, self._leave(effect))
-            case NotePeers(peers):
+            case machine.NotePeers(peers):
                 self._runtime.liveness.on_peers_finished(peers.workers, peers.ago)
             case _:
-                if isinstance(effect, StopGroup) and self._machine.notice is None:
-                    self._show_change(ShowChange())
+                if isinstance(effect, machine.StopGroup) and self._machine.notice is None:
+                    self._show_change(machine.ShowChange())
                 super()._perform(effect)
 
-    async def _stop_group(self, effect: StopGroup) -> GroupStopped:
+    async def _stop_group(self, effect: machine.StopGroup) -> machine.GroupStopped:
         stopped = await super()._stop_group(effect)
         # While the others stop: the next round knows whether this node is fit.
         is_last = not self._runtime.spec.max_restarts or self._machine.notice is not None
         if stopped.failures and not is_last and (why := await self.check_health()):
-            self.receive(ExclusionReceived(effect.attempt, why, RECHECK.initial))
+            self.receive(machine.ExclusionReceived(effect.attempt, why, RECHECK.initial))
         return stopped
 
-    async def _join(self) -> Input | None:
+    async def _join(self) -> machine.Input | None:
         try:
             await self.rendezvous.open()
         except (SpecError, HostError) as error:
-            return JoinFailed(error)
+            return machine.JoinFailed(error)
         return None
 
-    async def _wait_at_barrier(self, effect: StartBarrier) -> Input:
+    async def _wait_at_barrier(self, effect: machine.StartBarrier) -> machine.Input:
         what = "the workers of this node have finished, those of others have not"
         notice = RoundWaiting(phase="barrier", what=what, waited=_NOTICE_S)
         timer = asyncio.get_running_loop().call_later(_NOTICE_S, self.on_event, notice)
@@ -220,9 +203,9 @@ class MultiNodeDriver(Driver):
         finally:
             timer.cancel()
         await self.rendezvous.wait_unneeded()
-        return BarrierTimedOut(effect.attempt)
+        return machine.BarrierTimedOut(effect.attempt)
 
-    async def _leave(self, effect: Leave) -> Input:
+    async def _leave(self, effect: machine.Leave) -> machine.Input:
         left = self._stop_ends_at - self._runtime.clock.now()
         if effect.stays and left > 0:
             # A kill cancels it, so it has a task of its own.
@@ -233,7 +216,7 @@ class MultiNodeDriver(Driver):
             finally:
                 await cancel_and_wait([self._staying])
         await self._leave_rendezvous(effect.why)
-        return LeftRendezvous()
+        return machine.LeftRendezvous()
 
     async def _leave_rendezvous(self, why: str) -> None:
         """Leave, whether or not the rendezvous is open yet.  Idempotent."""
@@ -243,12 +226,12 @@ class MultiNodeDriver(Driver):
         await self.rendezvous.leave(why)
         self._is_member = False
 
-    def _on_cancelled(self, effect: Effect) -> None:
+    def _on_cancelled(self, effect: machine.Effect) -> None:
         super()._on_cancelled(effect)
-        if isinstance(effect, Leave):
+        if isinstance(effect, machine.Leave):
             self._leaving = self._run(effect, self._leave(effect))
 
-    async def _finish(self, effect: Finish) -> None:
+    async def _finish(self, effect: machine.Finish) -> None:
         if self.rendezvous.job:
             self.output.directory.note_job(self.rendezvous.job)
         if self._is_member:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from msgspec.structs import replace
 
+from elastic_aio.agent import supervisor
 from elastic_aio.agent.driver import BaseDriver, Driver
 from elastic_aio.agent.event_log import EventLog, EventWriter
 from elastic_aio.agent.leaf import LeafPlace
@@ -33,26 +34,6 @@ from elastic_aio.agent.machine import (
 )
 from elastic_aio.agent.preflight import check_file_size, resolve_nproc
 from elastic_aio.agent.runtime import LocalRuntime, remove_old_runs
-from elastic_aio.agent.supervisor import (
-    ENDS,
-    Arm,
-    AskChild,
-    ChildEffect,
-    ChildEnded,
-    ChildReady,
-    ChildRequest,
-    ChildRestartReceived,
-    ChildStarted,
-    Disarm,
-    LeafRestarted,
-    PublishOf,
-    ReloadReceived,
-    ReportReady,
-    StartChild,
-    StopChild,
-    SupervisorMachine,
-    TimerElapsed,
-)
 from elastic_aio.aio import PausableClock, run_shielded, wall_clock, when_all_done
 from elastic_aio.child_events import ChildFinished, ChildLaunched, ReadinessChanged
 from elastic_aio.errors import HostError, SpawnError, SpecError
@@ -279,7 +260,7 @@ class LeafLog(ChildLog):
         self,
         log: EventLog,
         path: str,
-        effect: StartChild,
+        effect: supervisor.StartChild,
         receive: Callable[[Any], None],
         *,
         generation: int,
@@ -314,17 +295,19 @@ class LeafLog(ChildLog):
                 if len(self._started) == self._nproc:
                     if not (self._has_ready or self.is_beside):
                         self._note_ready()
-                    self._receive(ChildStarted(*self._child))
+                    self._receive(supervisor.ChildStarted(*self._child))
             case WorkerReady() if event.attempt == self._attempt and self._has_ready:
                 is_first = event.local_rank not in self._ready
                 self._ready.add(event.local_rank)
                 if is_first and len(self._ready) == self._nproc:
                     self._note_ready()
-                    self._receive(ChildReady(*self._child))
+                    self._receive(supervisor.ChildReady(*self._child))
             case AttemptFailed():
                 self._failures = event.failures
             case Restarting():
-                self._receive(LeafRestarted(*self._child, event.restarts, self._failures))
+                self._receive(
+                    supervisor.LeafRestarted(*self._child, event.restarts, self._failures)
+                )
                 self._failures = ()
 
     def confirm(self) -> None:
@@ -344,7 +327,7 @@ class LeafLog(ChildLog):
 class _Start:
     """One start of a child: its driver, and the requests that wait until that is open."""
 
-    def __init__(self, effect: StartChild) -> None:
+    def __init__(self, effect: supervisor.StartChild) -> None:
         self.effect = effect
         self.driver: BaseDriver | None = None
         self.is_open = False
@@ -393,7 +376,7 @@ class SupervisorDriver(BaseDriver):
         self._on_ready = on_ready
         self._clock = PausableClock()
         supervised = outermost_group(spec) if parent is None else spec
-        self._machine = SupervisorMachine(supervised, random, nproc)
+        self._machine = supervisor.SupervisorMachine(supervised, random, nproc)
         self._starts: dict[tuple[str, int], _Start] = {}
         self._timers: dict[str, asyncio.Task[Any]] = {}
         self._results: dict[str, LaunchResult] = {}
@@ -501,7 +484,7 @@ class SupervisorDriver(BaseDriver):
         """Return the driver of the only child, which has no name: a job that starts anew."""
         return next(self._live, None)
 
-    def request(self, request: ChildRequest) -> None:
+    def request(self, request: supervisor.ChildRequest) -> None:
         """Hand in a request about a child.
 
         Raises:
@@ -509,8 +492,10 @@ class SupervisorDriver(BaseDriver):
             HostError: see `check_restart`.
         """
         self._machine.check(request)
-        is_restart = isinstance(request, ChildRestartReceived)
-        is_restart = is_restart or (isinstance(request, ReloadReceived) and request.spec is None)
+        is_restart = isinstance(request, supervisor.ChildRestartReceived)
+        is_restart = is_restart or (
+            isinstance(request, supervisor.ReloadReceived) and request.spec is None
+        )
         if is_restart and (driver := self.at(request.name)) is not None:
             driver.check_restart()
         self.receive(request)
@@ -570,7 +555,7 @@ class SupervisorDriver(BaseDriver):
         self._begin(Start())
 
     def request_restart(self, reason: str) -> None:
-        self.request(ChildRestartReceived("", reason))
+        self.request(supervisor.ChildRestartReceived("", reason))
 
     def request_preemption(self, reason: str, seconds: float | None = None) -> bool:
         left = self._spec.preemption.deadline if seconds is None else seconds
@@ -603,30 +588,30 @@ class SupervisorDriver(BaseDriver):
         match effect:
             case Publish(event):
                 self._event_log.append(event)
-            case PublishOf(name, event):
+            case supervisor.PublishOf(name, event):
                 log = ChildLog(self._parts.event_log, joined(self._path, name))
                 log.append(replace(event, attempt=log.tracker.attempt))
                 if isinstance(event, ChildFinished):
                     self._close_unused()
-            case StartChild():
+            case supervisor.StartChild():
                 start = self._starts[effect.name, effect.generation] = _Start(effect)
                 self._run(effect, self._start(start))
-            case Arm():
+            case supervisor.Arm():
                 self._disarm(effect.name)
                 self._timers[effect.name] = self._run(effect, self._wait(effect))
-            case Disarm(name):
+            case supervisor.Disarm(name):
                 self._disarm(name)
-            case ReportReady(is_ready):
+            case supervisor.ReportReady(is_ready):
                 self._report_ready(is_ready=is_ready)
             case Finish():
                 self._run(effect, self._finish(effect))
-            case ChildEffect():
-                if isinstance(effect, StopChild):
+            case supervisor.ChildEffect():
+                if isinstance(effect, supervisor.StopChild):
                     self._confirm(effect)
                 if (found := self._starts.get((effect.name, effect.generation))) is not None:
                     found.request(partial(_change, effect))
 
-    def _confirm(self, former: ChildEffect) -> None:
+    def _confirm(self, former: supervisor.ChildEffect) -> None:
         """Let the start that has replaced a `former` one restart itself from now on."""
         for start in [*self._starts.values()]:
             effect = start.effect
@@ -643,19 +628,19 @@ class SupervisorDriver(BaseDriver):
         if (timer := self._timers.pop(name, None)) is not None:
             self._abandon(timer)
 
-    async def _wait(self, effect: Arm) -> TimerElapsed:
+    async def _wait(self, effect: supervisor.Arm) -> supervisor.TimerElapsed:
         await self._clock.sleep(effect.delay)
-        return TimerElapsed(effect.name, effect.token)
+        return supervisor.TimerElapsed(effect.name, effect.token)
 
     def _on_cancelled(self, effect: Any) -> None:
         if isinstance(effect, Finish):
             self._run(effect, self._finish(effect))
-        elif isinstance(effect, StartChild):
+        elif isinstance(effect, supervisor.StartChild):
             why = "the event loop is shutting down"
             self._end_start(effect, JobOutcome(JobState.STOPPED, why, 143))
 
     def _on_defect(self, effect: Any, error: BaseException) -> None:
-        if isinstance(effect, StartChild):
+        if isinstance(effect, supervisor.StartChild):
             start = self._starts.pop((effect.name, effect.generation), None)
             if start is not None:
                 start.over.set_result(None)
@@ -687,17 +672,19 @@ class SupervisorDriver(BaseDriver):
         start.open()
 
     def _end_start(
-        self, effect: StartChild, outcome: JobOutcome, *, is_permanent: bool = False
+        self, effect: supervisor.StartChild, outcome: JobOutcome, *, is_permanent: bool = False
     ) -> None:
         """Answer a start that was never open."""
         start = self._starts.pop((effect.name, effect.generation), None)
         if start is not None:
             start.over.set_result(None)
-            ended = ChildEnded(effect.name, effect.generation, outcome, is_permanent=is_permanent)
+            ended = supervisor.ChildEnded(
+                effect.name, effect.generation, outcome, is_permanent=is_permanent
+            )
             self.receive(ended)
             self._close_unused()
 
-    async def _open_listeners(self, effect: StartChild) -> Listeners | None:
+    async def _open_listeners(self, effect: supervisor.StartChild) -> Listeners | None:
         """Return the sockets of a leaf, which are open already after its first start."""
         spec = effect.spec
         if not isinstance(spec, LaunchSpec) or not spec.sockets or has_children(spec):
@@ -728,13 +715,13 @@ class SupervisorDriver(BaseDriver):
             if is_below(path, self._path):
                 name = path[len(self._path) :].lstrip("/").partition("/")[0]
                 state = self._machine.children.get(name)
-                if state is None or state.phase in ENDS:
+                if state is None or state.phase in supervisor.ENDS:
                     self._parts.close_listeners(path)
         if not self._listeners:
             return
         used = {self._socket_key(one.effect.name, one.effect.spec) for one in self._starts.values()}
         for name, child in self._machine.children.items():
-            if child.phase in ENDS:
+            if child.phase in supervisor.ENDS:
                 continue
             used.add(key := self._socket_key(name, child.spec))
             if key[1] and key not in self._listeners:  # its next start takes addresses over
@@ -751,8 +738,8 @@ class SupervisorDriver(BaseDriver):
 
         def on_ready(is_ready: bool) -> None:
             if is_ready:
-                self.receive(ChildStarted(name, effect.generation))
-            self.receive(ChildReady(name, effect.generation, is_ready))
+                self.receive(supervisor.ChildStarted(name, effect.generation))
+            self.receive(supervisor.ChildReady(name, effect.generation, is_ready))
 
         nproc = resolve_nproc(spec) if isinstance(spec, LaunchSpec) else 1
         if isinstance(spec, LaunchSpec):
@@ -844,7 +831,7 @@ class SupervisorDriver(BaseDriver):
         own = None if driver.error is None else (driver.error, outcome.why)
         self.refusal = own or driver.refusal or self.refusal
         spec = driver.spec if isinstance(driver, SupervisorDriver) else effect.spec
-        ended = ChildEnded(
+        ended = supervisor.ChildEnded(
             effect.name,
             effect.generation,
             outcome,
@@ -932,16 +919,20 @@ class SupervisorDriver(BaseDriver):
         return self._clock.now() - self._machine.ending_at
 
 
-def _change(effect: ChildEffect, driver: BaseDriver) -> None:
+def _change(effect: supervisor.ChildEffect, driver: BaseDriver) -> None:
     """Perform an effect on a child that is open."""
     match effect:
-        case StopChild(stop=stop) if stop.signal == SIGKILL:  # also if a slower stop has begun
+        case supervisor.StopChild(stop=stop) if (
+            stop.signal == SIGKILL
+        ):  # also if a slower stop has begun
             driver.kill(stop.reason, stop)
-        case StopChild():
+        case supervisor.StopChild():
             driver.receive(effect.stop)
-        case AskChild(request=PreemptionReceived() as notice):  # by the clock of the child
+        case supervisor.AskChild(
+            request=PreemptionReceived() as notice
+        ):  # by the clock of the child
             driver.request_preemption(notice.reason, max(0.0, notice.until - wall_clock()))
-        case AskChild():
+        case supervisor.AskChild():
             driver.receive(effect.request)
 
 

@@ -28,29 +28,7 @@ from weakref import WeakSet
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elastic_aio.control.protocol import (
-    AcceptedReply,
-    AwaitEnd,
-    ControlRequest,
-    DoneReply,
-    DumpReply,
-    DumpStacks,
-    EndReply,
-    ErrorReply,
-    EventReply,
-    GetEvents,
-    GetStatus,
-    PreemptJob,
-    ReloadJob,
-    Reply,
-    RestartJob,
-    ScaleJob,
-    SendSignal,
-    StatusReply,
-    StopJob,
-    decode_reply,
-    encode,
-)
+from elastic_aio.control import protocol
 from elastic_aio.control.sockets import (
     SOCKET_SUFFIX,
     directories,
@@ -175,15 +153,15 @@ class Channel:
         """Process id of the agent; 0 in another pid namespace."""
         return peer_of(self._socket)[0]
 
-    def send(self, request: ControlRequest) -> None:
+    def send(self, request: protocol.ControlRequest) -> None:
         """Send the request: the kernel has room for it.
 
         An agent that has refused the connection has said so already.
         """
         with suppress(BrokenPipeError):
-            self._socket.sendall(encode(request))
+            self._socket.sendall(protocol.encode(request))
 
-    async def receive(self, timeout: float | None = None) -> Reply | None:
+    async def receive(self, timeout: float | None = None) -> protocol.Reply | None:
         """Return the next reply; None after the last reply, or if the agent was killed.
 
         Args:
@@ -208,7 +186,7 @@ class Channel:
                 raise ControlError("the answer is too long")
         line = bytes(self._received[:end])
         del self._received[: end + 1]
-        return decode_reply(line)
+        return protocol.decode_reply(line)
 
     async def _read(self, deadline: float | None) -> bytes:
         """Return what has arrived; nothing at the end of the connection, or of the agent."""
@@ -259,8 +237,8 @@ class JobClient:
             usage: read what the workers have used, if they are processes of this pid namespace.
             makes_files: each captured stream has its file from now on, also an empty stream.
         """
-        async with self._request(GetStatus(makes_files=makes_files)) as channel:
-            reply = await self._receive(channel, self._timeout, StatusReply)
+        async with self._request(protocol.GetStatus(makes_files=makes_files)) as channel:
+            reply = await self._receive(channel, self._timeout, protocol.StatusReply)
             is_local = channel.pid == reply.status.agent_pid
         return with_usage(reply.status) if usage and is_local else reply.status
 
@@ -268,11 +246,11 @@ class JobClient:
         """Iterate over the events after the number `after`; with `follow` to the end of the job."""
         from elastic_aio.event_json import event_from_json  # most requests read no event
 
-        async with self._request(GetEvents(after=after, follow=follow)) as channel:
+        async with self._request(protocol.GetEvents(after=after, follow=follow)) as channel:
             limit = None if follow else self._timeout
             while True:
-                reply = await self._receive(channel, limit, EventReply, DoneReply)
-                if not isinstance(reply, EventReply):
+                reply = await self._receive(channel, limit, protocol.EventReply, protocol.DoneReply)
+                if not isinstance(reply, protocol.EventReply):
                     break
                 yield event_from_json(bytes(reply.event))
 
@@ -284,7 +262,7 @@ class JobClient:
         kill: bool = False,
         wait: bool = True,
         child: str = "",
-    ) -> EndReply | None:
+    ) -> protocol.EndReply | None:
         """End the job by its stop plan; return how it has ended, None of a child.
 
         Args:
@@ -294,10 +272,10 @@ class JobClient:
             wait: wait for the end; otherwise return None when the stop has begun.
         """
         number = None if signal is None else signal_number("signal", signal)
-        request = StopJob(reason=reason, signal=number, kill=kill, wait=wait, child=child)
+        request = protocol.StopJob(reason=reason, signal=number, kill=kill, wait=wait, child=child)
         if wait and not child:
-            return await self._ask(request, EndReply)
-        await self._ask(request, DoneReply, None if wait else self._timeout)
+            return await self._ask(request, protocol.EndReply)
+        await self._ask(request, protocol.DoneReply, None if wait else self._timeout)
         return None
 
     async def kill_launcher(self) -> bool:
@@ -328,40 +306,44 @@ class JobClient:
 
     async def restart(self, reason: str = "", *, child: str = "") -> bool:
         """Replace the present attempt; True once another one runs, False if the job has ended."""
-        return (await self._ask(RestartJob(reason=reason, child=child), DoneReply)).is_done
+        return (
+            await self._ask(protocol.RestartJob(reason=reason, child=child), protocol.DoneReply)
+        ).is_done
 
     async def reload(self, child: str = "") -> bool:
         """Start the workers of a child anew, one after the other; return whether all were."""
-        return (await self._ask(ReloadJob(child=child), DoneReply)).is_done
+        return (await self._ask(protocol.ReloadJob(child=child), protocol.DoneReply)).is_done
 
     async def scale(self, child: str, number: int) -> None:
         """Change the number of the workers of a child."""
-        await self._ask(ScaleJob(child=child, number=number), DoneReply)
+        await self._ask(protocol.ScaleJob(child=child, number=number), protocol.DoneReply)
 
     async def preempt(self, seconds: float | None = None, reason: str = "") -> bool:
         """Give notice of a preemption in so many `seconds`; None: the seconds of the job's spec.
 
         False: a stop, or a notice before, leaves no more time.
         """
-        request = PreemptJob(seconds=seconds, reason=reason)
-        return (await self._ask(request, DoneReply, self._timeout)).is_done
+        request = protocol.PreemptJob(seconds=seconds, reason=reason)
+        return (await self._ask(request, protocol.DoneReply, self._timeout)).is_done
 
     async def signal(
         self, signal: int | str, rank: int | None = None, *, child: str = ""
-    ) -> DoneReply:
+    ) -> protocol.DoneReply:
         """Send a signal to the worker `rank`, or to each worker of the node.
 
         Returns the `pids` that got it, and the `unhandled` ranks, which have no handler for it.
         """
-        request = SendSignal(signal=signal_number("signal", signal), rank=rank, child=child)
-        return await self._ask(request, DoneReply, self._timeout)
+        request = protocol.SendSignal(
+            signal=signal_number("signal", signal), rank=rank, child=child
+        )
+        return await self._ask(request, protocol.DoneReply, self._timeout)
 
-    async def dump(self, reason: str = "", *, child: str = "") -> DumpReply:
+    async def dump(self, reason: str = "", *, child: str = "") -> protocol.DumpReply:
         """Return what all workers of the node are doing: the `text`, and the `path` of its file."""
-        request = DumpStacks(reason=reason, child=child)
-        return await self._ask(request, DumpReply, max(_DUMP_S, self._timeout))
+        request = protocol.DumpStacks(reason=reason, child=child)
+        return await self._ask(request, protocol.DumpReply, max(_DUMP_S, self._timeout))
 
-    async def wait(self, timeout: float | None = None) -> EndReply:
+    async def wait(self, timeout: float | None = None) -> protocol.EndReply:
         """Wait for the end of the job; return its `state`, `why`, and its `exit_code`.
 
         Raises:
@@ -369,7 +351,7 @@ class JobClient:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
-            return await self._ask(AwaitEnd(), EndReply, timeout)
+            return await self._ask(protocol.AwaitEnd(), protocol.EndReply, timeout)
         except AgentUnreachable:
             if deadline is None or time.monotonic() + _EARLY_S < deadline:
                 raise
@@ -391,13 +373,13 @@ class JobClient:
 
     @asynccontextmanager
     async def _request(
-        self, request: ControlRequest, timeout: float | None = None
+        self, request: protocol.ControlRequest, timeout: float | None = None
     ) -> AsyncIterator[Channel]:
         """Send a request, and yield the connection when the agent has read it."""
         with self._connected() as channel:
             channel.send(replace(request, acknowledge=True))
             limit = self._timeout if timeout is None else min(timeout, self._timeout)
-            await self._receive(channel, limit, AcceptedReply)
+            await self._receive(channel, limit, protocol.AcceptedReply)
             yield channel
 
     async def _receive(self, channel: Channel, timeout: float | None, *kinds: type[R]) -> R:
@@ -409,11 +391,13 @@ class JobClient:
             raise JobNotFound(_ENDED)
         if reply is None:
             raise AgentUnreachable("the connection to the agent is lost")
-        if isinstance(reply, ErrorReply):
+        if isinstance(reply, protocol.ErrorReply):
             raise ControlError(reply.problem)
         raise ControlError("the agent has sent another kind of answer")
 
-    async def _ask(self, request: ControlRequest, kind: type[R], timeout: float | None = None) -> R:
+    async def _ask(
+        self, request: protocol.ControlRequest, kind: type[R], timeout: float | None = None
+    ) -> R:
         """Return the answer to a request, which takes `timeout` seconds at most."""
         async with self._request(request, timeout) as channel:
             return await self._receive(channel, timeout, kind)
@@ -431,11 +415,11 @@ class CommandClient(JobClient):
 
         def following(seconds: float) -> Event | None:
             with suppress(TimeoutError):
-                reply = run_blocking(self._receive(channel, seconds, EventReply))
+                reply = run_blocking(self._receive(channel, seconds, protocol.EventReply))
                 return event_from_json(bytes(reply.event))
             return None
 
-        request = self._request(GetEvents(after=after, follow=True))
+        request = self._request(protocol.GetEvents(after=after, follow=True))
         with run_blocking(request.__aenter__()) as channel:
             yield following
 
@@ -498,7 +482,7 @@ async def _look(paths: Sequence[str], patience: float, wait: Wait) -> list[Runni
                 continue  # just closed, or another user's
             else:
                 with suppress(OSError):
-                    channel.send(GetStatus())
+                    channel.send(protocol.GetStatus())
                 channels.append((path, channel))
         deadline = time.monotonic() + patience
         jobs = [await _read_job(path, channel, deadline) for path, channel in channels]
@@ -517,7 +501,7 @@ async def _read_job(path: str, channel: Channel | None, deadline: float) -> Runn
         if _has_closed(path, error):
             return None
         return RunningJob(path, channel.pid or named, None)
-    if not isinstance(reply, StatusReply):
+    if not isinstance(reply, protocol.StatusReply):
         # It has ended, or cannot answer: its package was removed, or it has too many clients.
         return None if reply is None else RunningJob(path, channel.pid or named, None)
     agent = reply.status.agent_pid or named

@@ -12,30 +12,7 @@ from typing import Final, Protocol
 from msgspec import Raw
 
 from elastic_aio.aio import EventReader, cancel_and_wait, create_task, wait_readable
-from elastic_aio.control.protocol import (
-    REQUEST_MAX,
-    AcceptedReply,
-    AwaitEnd,
-    ControlRequest,
-    DoneReply,
-    DumpReply,
-    DumpStacks,
-    EndReply,
-    ErrorReply,
-    EventReply,
-    GetEvents,
-    GetStatus,
-    PreemptJob,
-    ReloadJob,
-    Reply,
-    RestartJob,
-    ScaleJob,
-    SendSignal,
-    StatusReply,
-    StopJob,
-    decode_request,
-    encode,
-)
+from elastic_aio.control import protocol
 from elastic_aio.control.sockets import describe_peer, has_event
 from elastic_aio.errors import ControlError, SpecError
 from elastic_aio.event_json import event_to_json
@@ -49,7 +26,7 @@ PATIENCE: Final = 5.0
 """Seconds for a client to send its request."""
 _READ_S: Final = 60.0  # for a client to read a part of its answer, unless it follows the job
 
-Send = Callable[[Reply], Awaitable[None]]
+Send = Callable[[protocol.Reply], Awaitable[None]]
 Place = Callable[[], contextlib.AbstractContextManager[None]]
 """Takes a place among the clients that wait, or raises a ControlError."""
 
@@ -103,7 +80,9 @@ async def serve(connection: socket.socket, job: ControlledJob, place: Place) -> 
     """
     try:
         client = f"requested by {describe_peer(connection)}"
-        reader, writer = await asyncio.open_unix_connection(sock=connection, limit=REQUEST_MAX)
+        reader, writer = await asyncio.open_unix_connection(
+            sock=connection, limit=protocol.REQUEST_MAX
+        )
     except BaseException:  # a cancellation too
         connection.close()
         raise
@@ -113,10 +92,10 @@ async def serve(connection: socket.socket, job: ControlledJob, place: Place) -> 
     is_answered = False
     seconds: float | None = _READ_S
 
-    async def send(reply: Reply) -> None:
+    async def send(reply: protocol.Reply) -> None:
         if writer.is_closing():  # uvloop raises a RuntimeError
             raise ConnectionResetError
-        writer.write(encode(reply))
+        writer.write(protocol.encode(reply))
         try:
             async with asyncio.timeout(seconds):
                 await writer.drain()
@@ -129,13 +108,13 @@ async def serve(connection: socket.socket, job: ControlledJob, place: Place) -> 
             try:
                 request = await _read_request(reader)
             except ControlError as error:
-                await send(ErrorReply(str(error)))
+                await send(protocol.ErrorReply(str(error)))
                 return
         if has_event(connection.fileno()):
             return  # it has hung up: this process was suspended, or busy
         held: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        follows = isinstance(request, GetEvents) and request.follow
-        if follows or isinstance(request, AwaitEnd | RestartJob):
+        follows = isinstance(request, protocol.GetEvents) and request.follow
+        if follows or isinstance(request, protocol.AwaitEnd | protocol.RestartJob):
             held, seconds = place(), None
         answering = create_task(_answer(job, request, client, send, held), name="answer")
         ending = create_task(_hang_up(reader, connection), name="end of a control connection")
@@ -154,7 +133,7 @@ async def serve(connection: socket.socket, job: ControlledJob, place: Place) -> 
 
 async def _hang_up(reader: asyncio.StreamReader, connection: socket.socket) -> None:
     """Wait until the client has closed the connection."""
-    while await reader.read(REQUEST_MAX):
+    while await reader.read(protocol.REQUEST_MAX):
         pass
     if has_event(connection.fileno()):
         return
@@ -165,16 +144,16 @@ async def _hang_up(reader: asyncio.StreamReader, connection: socket.socket) -> N
         await wait_readable([hang_up.fileno()])
 
 
-async def _read_request(reader: asyncio.StreamReader) -> ControlRequest:
+async def _read_request(reader: asyncio.StreamReader) -> protocol.ControlRequest:
     try:
-        return decode_request(await reader.readuntil(b"\n"))
+        return protocol.decode_request(await reader.readuntil(b"\n"))
     except asyncio.LimitOverrunError:
-        raise ControlError(f"request: must have at most {REQUEST_MAX} bytes") from None
+        raise ControlError(f"request: must have at most {protocol.REQUEST_MAX} bytes") from None
 
 
 async def _answer(
     job: ControlledJob,
-    request: ControlRequest,
+    request: protocol.ControlRequest,
     client: str,
     send: Send,
     place: contextlib.AbstractContextManager[None],
@@ -182,53 +161,57 @@ async def _answer(
     try:
         with place:
             if request.acknowledge:
-                await send(AcceptedReply())
+                await send(protocol.AcceptedReply())
             await send(await _perform(job, request, client, send))
     except (ControlError, SpecError, RuntimeError) as error:
         # No place is left, it is not valid, or the job has not begun.
-        await send(ErrorReply(str(error)))
+        await send(protocol.ErrorReply(str(error)))
     except Exception as error:  # a defect, or a lack of descriptors, or the client is gone
         with contextlib.suppress(OSError):
-            await send(ErrorReply(f"the request failed: {format_value(error)}"))
+            await send(protocol.ErrorReply(f"the request failed: {format_value(error)}"))
         raise
 
 
-async def _perform(job: ControlledJob, request: ControlRequest, client: str, send: Send) -> Reply:
+async def _perform(
+    job: ControlledJob, request: protocol.ControlRequest, client: str, send: Send
+) -> protocol.Reply:
     match request:
-        case GetStatus():
+        case protocol.GetStatus():
             if request.makes_files:
                 job.make_log_files()
-            return StatusReply(job.status(usage=False))
-        case GetEvents():
+            return protocol.StatusReply(job.status(usage=False))
+        case protocol.GetEvents():
             last = job.status(usage=False).seq
             if request.follow or request.after < last:
                 async for event in job.events(request.after):
-                    await send(EventReply(Raw(event_to_json(event))))
+                    await send(protocol.EventReply(Raw(event_to_json(event))))
                     if event.seq >= last and not request.follow:
                         break
-            return DoneReply()
-        case SendSignal():
+            return protocol.DoneReply()
+        case protocol.SendSignal():
             return await _send_signal(job, request)
-        case DumpStacks(reason=reason):
+        case protocol.DumpStacks(reason=reason):
             dump = await job.dump(_reason(reason, client), child=request.child)
-            return DumpReply(str(dump), dump.path)
-        case RestartJob(reason=reason):
+            return protocol.DumpReply(str(dump), dump.path)
+        case protocol.RestartJob(reason=reason):
             child, reason = request.child, _reason(reason, client)
-            return DoneReply(is_done=await job.restart(reason, child=child))
-        case ReloadJob():
-            return DoneReply(is_done=await job.reload(request.child))
-        case ScaleJob(number=number):
+            return protocol.DoneReply(is_done=await job.restart(reason, child=child))
+        case protocol.ReloadJob():
+            return protocol.DoneReply(is_done=await job.reload(request.child))
+        case protocol.ScaleJob(number=number):
             await job.scale(request.child, number)
-            return DoneReply()
-        case PreemptJob(reason=reason, seconds=seconds):
-            return DoneReply(is_done=job.preempt(seconds=seconds, reason=_reason(reason, client)))
-        case StopJob():
+            return protocol.DoneReply()
+        case protocol.PreemptJob(reason=reason, seconds=seconds):
+            return protocol.DoneReply(
+                is_done=job.preempt(seconds=seconds, reason=_reason(reason, client))
+            )
+        case protocol.StopJob():
             return await _stop(job, request, client)
-        case AwaitEnd():
+        case protocol.AwaitEnd():
             return await _end_of(job)
 
 
-async def _stop(job: ControlledJob, request: StopJob, client: str) -> Reply:
+async def _stop(job: ControlledJob, request: protocol.StopJob, client: str) -> protocol.Reply:
     reason, number = _reason(request.reason, client), request.signal
     if request.kill and not request.child:
         job.kill(signal=number, reason=reason)
@@ -236,27 +219,27 @@ async def _stop(job: ControlledJob, request: StopJob, client: str) -> Reply:
     stopping = job.stop(signal=number, reason=reason, child=request.child)
     if request.wait:
         await stopping
-    return await _end_of(job) if request.wait and not request.child else DoneReply()
+    return await _end_of(job) if request.wait and not request.child else protocol.DoneReply()
 
 
 def _reason(given: str, client: str) -> str:
     return f"{given}, {client}" if given else client
 
 
-async def _send_signal(job: ControlledJob, request: SendSignal) -> Reply:
+async def _send_signal(job: ControlledJob, request: protocol.SendSignal) -> protocol.Reply:
     status = job.status(usage=False)
     workers = [worker for leaf in status.leaves for worker in leaf.workers]
     pids = job.forward_signal(request.signal, rank=request.rank, child=request.child)
     async for event in job.events(status.seq):
         if isinstance(event, SignalForwarded):
             unhandled = (one.rank for one in workers if one.pid in event.unhandled)
-            return DoneReply(pids=pids, unhandled=tuple(sorted(unhandled)))
-    return DoneReply(pids=pids)
+            return protocol.DoneReply(pids=pids, unhandled=tuple(sorted(unhandled)))
+    return protocol.DoneReply(pids=pids)
 
 
-async def _end_of(job: ControlledJob) -> Reply:
+async def _end_of(job: ControlledJob) -> protocol.Reply:
     last = job.status(usage=False).seq
     async for event in job.events(last - 1):
         if isinstance(event, JobFinished):
-            return EndReply(event.state, event.why, event.exit_code)
-    return ErrorReply("the job has ended by an internal error")
+            return protocol.EndReply(event.state, event.why, event.exit_code)
+    return protocol.ErrorReply("the job has ended by an internal error")

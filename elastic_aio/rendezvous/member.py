@@ -15,50 +15,18 @@ from elastic_aio.node_events import (
     StandbyPromoted,
 )
 from elastic_aio.outcome import EndCause, JobOutcome
-from elastic_aio.rendezvous.base import (
-    ChangeAgreed,
-    ChangePending,
-    EndJob,
-    ExclusionRequested,
-    Instruction,
-    NodeDraining,
-    PeersFinished,
-    PreemptionNoticed,
-    Report,
-    RestartPending,
-    RestartRequested,
-    RoundFailing,
-    RoundProgressed,
-    RoundStarted,
-    RoundStopped,
-    RoundSucceeded,
-    StartRound,
-    StopRound,
-    rendezvous_failure,
-)
-from elastic_aio.rendezvous.messages import (
-    MemberPhase,
-    MembersDone,
-    MemberStatus,
-    Order,
-    OrderBody,
-    ProbePeers,
-    Reject,
-    StandBy,
-    WaitForNodes,
-    sanitize,
-    truncate_failure,
-    truncate_failures,
-)
+from elastic_aio.rendezvous import base, messages
 
-MemberEffect = Instruction | Event | ProbePeers
+MemberEffect = base.Instruction | Event | messages.ProbePeers
 """A `ProbePeers` is answered by `probed`."""
 
 
 class Member:
     """A member; `status` is the status that it should have in the store now."""
 
-    def __init__(self, name: str, status: MemberStatus, exclude_for: float | None = None) -> None:
+    def __init__(
+        self, name: str, status: messages.MemberStatus, exclude_for: float | None = None
+    ) -> None:
         """Begin with a first status; `name` is unique among all members ever.
 
         `exclude_for`: seconds for which it is excluded by default; None: for ever.
@@ -69,7 +37,7 @@ class Member:
         self._instance = b""
         self._term = 0
         self._acked = (0, 0)
-        self._order: OrderBody | None = None
+        self._order: messages.OrderBody | None = None
         self._stopping = -1
         self.started_round = -1
         self.is_standing_by = False
@@ -89,7 +57,7 @@ class Member:
     @property
     def has_succeeded(self) -> bool:
         """Whether all workers of the last round have succeeded here."""
-        return self.status.phase is MemberPhase.SUCCEEDED
+        return self.status.phase is messages.MemberPhase.SUCCEEDED
 
     @property
     def is_committed(self) -> bool:
@@ -146,10 +114,10 @@ class Member:
         if self._refused_because:
             return self._refuse(self._refused_because)
         if self.status.placement is not None or not is_late:
-            return self._end(EndJob(outcome))
+            return self._end(base.EndJob(outcome))
         self.has_ended = True
         why, cause = f"the run has ended: {outcome.why}", EndCause.RUN_HAD_ENDED
-        return [EndJob(replace(outcome, why=why, cause=cause, failures=()))]
+        return [base.EndJob(replace(outcome, why=why, cause=cause, failures=()))]
 
     def on_coordinator(self, name: str, term: int) -> list[MemberEffect]:
         """Take the name of the coordinator; a term that is not newer changes nothing."""
@@ -158,53 +126,57 @@ class Member:
         self._term = term
         return [CoordinatorChanged(name=name, term=term)]
 
-    def on_order(self, order: Order) -> list[MemberEffect]:
+    def on_order(self, order: messages.Order) -> list[MemberEffect]:
         """Take an order and return the effects to perform."""
         position = (order.term, order.serial)
         if position <= self._acked or order.term < self._term or self.has_ended:
             return []
         self._acked = position
         is_repeated, self._order = order.body == self._order, order.body
-        if not isinstance(order.body, WaitForNodes):
+        if not isinstance(order.body, messages.WaitForNodes):
             self._update()  # acknowledges the order
-        if is_repeated and not isinstance(order.body, (ProbePeers, WaitForNodes)):
+        if is_repeated and not isinstance(order.body, (messages.ProbePeers, messages.WaitForNodes)):
             return []
-        if self.has_seen_success and not isinstance(order.body, (MembersDone, EndJob)):
+        if self.has_seen_success and not isinstance(
+            order.body, (messages.MembersDone, base.EndJob)
+        ):
             self._update(members_done=0)  # the job goes on after all
         match order.body:
-            case StartRound() if self.status.preemption is not None or self.is_excluded:
+            case base.StartRound() if self.status.preemption is not None or self.is_excluded:
                 return []  # its acknowledgement has the notice, or the exclusion
-            case StartRound():
+            case base.StartRound():
                 return self._start(order.body)
-            case StopRound(round, why):
+            case base.StopRound(round, why):
                 return self._stop(round, why)
-            case ChangePending(time_left=left, number=number, until=0):
+            case base.ChangePending(time_left=left, number=number, until=0):
                 self._update(is_change_pending=left is not None, change=number)
                 return [order.body]
-            case ChangePending() | ProbePeers():  # the agent reports a notice that counts
+            case (
+                base.ChangePending() | messages.ProbePeers()
+            ):  # the agent reports a notice that counts
                 return [order.body]
-            case WaitForNodes(forming):
+            case messages.WaitForNodes(forming):
                 return [forming]
-            case StandBy(round, maximum, why):
+            case messages.StandBy(round, maximum, why):
                 self._refused_because = why
                 if self.is_standing_by:
                     return []
                 self.is_standing_by = True
                 return [NodeStandby(round=round, maximum=maximum, why=why)]
-            case Reject(why):
+            case messages.Reject(why):
                 return self._refuse(why)
-            case EndJob() if self._refused_because:
+            case base.EndJob() if self._refused_because:
                 return self._refuse(self._refused_because)  # the job ended without this node
-            case EndJob():
+            case base.EndJob():
                 return self._end(order.body)
-            case RestartPending(cause):
+            case base.RestartPending(cause):
                 if cause == self.status.pending_restart:
                     return []  # of another coordinator
                 self._update(pending_restart=cause)
                 if cause.excludes == self.name and cause.root is not None:
                     self.exclude(f"restart.decide has excluded it: {cause.root.summary}")
                 return [order.body, *self._begin_exclusion()]
-            case MembersDone(round, count):
+            case messages.MembersDone(round, count):
                 is_own = self.status.placement is None or round == self.status.round
                 if is_own and count != self.status.members_done:
                     self._update(members_done=count)
@@ -215,12 +187,12 @@ class Member:
         if self.has_ended:
             return []
         self.has_ended = True
-        return [EndJob(rendezvous_failure(why, cause))]
+        return [base.EndJob(base.rendezvous_failure(why, cause))]
 
-    def _end(self, end: EndJob) -> list[MemberEffect]:
+    def _end(self, end: base.EndJob) -> list[MemberEffect]:
         self.has_ended = True
         # The next coordinator learns the outcome from this status.
-        root = tuple(truncate_failure(one) for one in end.outcome.failures[:1])
+        root = tuple(messages.truncate_failure(one) for one in end.outcome.failures[:1])
         self._update(outcome=replace(end.outcome, failures=root))
         return [end]
 
@@ -232,7 +204,7 @@ class Member:
         if not self.status.is_busy:
             return []
         self._stopping = max(self.status.round, self._stopping)
-        return [StopRound(self.status.round, why, is_cut_off)]
+        return [base.StopRound(self.status.round, why, is_cut_off)]
 
     def leave(self) -> None:
         """Take part no more; no worker of this node is left, or rounds may overlap."""
@@ -248,12 +220,12 @@ class Member:
         is_longer = present is not None and (wanted is None or wanted > present)
         if is_longer or not self.status.exclusion:
             self._excluded_for, self.is_excluded = wanted, False  # it begins anew
-            self._update(exclusion=sanitize(why))
+            self._update(exclusion=messages.sanitize(why))
 
     def extend_exclusion(self, why: str, seconds: float | None = None) -> NodeExcluded:
         """Take part in no round, because of `why`, until `readmit`; return the event of that."""
         self.is_excluded, self.is_standing_by = True, False
-        self._update(exclusion=sanitize(why))
+        self._update(exclusion=messages.sanitize(why))
         node = self.status.node
         return NodeExcluded(name=node.name, member=self.name, why=why, seconds=seconds, is_own=True)
 
@@ -269,57 +241,57 @@ class Member:
             return []
         return [self.extend_exclusion(why, self._excluded_for)]
 
-    def report(self, report: Report) -> list[MemberEffect]:
+    def report(self, report: base.Report) -> list[MemberEffect]:
         """Take a report of the agent; one of another round is dropped.  Return the effects."""
-        if isinstance(report, NodeDraining):
-            self._update(drain_reason=sanitize(report.why))
-        elif isinstance(report, PreemptionNoticed):
-            notice = replace(report.change, why=sanitize(report.change.why))
+        if isinstance(report, base.NodeDraining):
+            self._update(drain_reason=messages.sanitize(report.why))
+        elif isinstance(report, base.PreemptionNoticed):
+            notice = replace(report.change, why=messages.sanitize(report.change.why))
             self._update(preemption=notice, change=notice.number)
         elif report.round == self.status.round:
             self._take(report)
         return self._begin_exclusion()
 
-    def _take(self, report: Report) -> None:
+    def _take(self, report: base.Report) -> None:
         match report:
-            case RoundStarted(round):
+            case base.RoundStarted(round):
                 self.started_round = round
-            case RoundProgressed():
+            case base.RoundProgressed():
                 self._update(has_progress=True)
-            case RoundFailing():
-                if self.status.phase is MemberPhase.RUNNING:
-                    self._update(phase=MemberPhase.FAILING)
-            case RoundStopped(round):
-                reason = sanitize(report.permanent_reason)
+            case base.RoundFailing():
+                if self.status.phase is messages.MemberPhase.RUNNING:
+                    self._update(phase=messages.MemberPhase.FAILING)
+            case base.RoundStopped(round):
+                reason = messages.sanitize(report.permanent_reason)
                 self._update(
-                    phase=MemberPhase.STOPPED,
+                    phase=messages.MemberPhase.STOPPED,
                     stopped_round=max(round, self._stopping),
-                    failures=truncate_failures(report.failures) or self.status.failures,
+                    failures=messages.truncate_failures(report.failures) or self.status.failures,
                     is_permanent=report.is_permanent or self.status.is_permanent,
                     permanent_reason=reason or self.status.permanent_reason,
                     exit_code=report.exit_code,
                     runtime=report.runtime,
                     first_success=report.first_success or self.status.first_success,
                 )
-            case RoundSucceeded(round, first):
+            case base.RoundSucceeded(round, first):
                 stopped = max(round, self._stopping)
-                succeeded = MemberPhase.SUCCEEDED
+                succeeded = messages.MemberPhase.SUCCEEDED
                 self._update(phase=succeeded, stopped_round=stopped, first_success=first)
                 self._update(exclusion="")  # a node on which all workers succeed is fit
-            case RestartRequested(why=why):
-                self._update(restart_reason=sanitize(why))
-            case ExclusionRequested(why=why, seconds=seconds):
+            case base.RestartRequested(why=why):
+                self._update(restart_reason=messages.sanitize(why))
+            case base.ExclusionRequested(why=why, seconds=seconds):
                 self.exclude(why, seconds)
-            case ChangeAgreed(number=number):
+            case base.ChangeAgreed(number=number):
                 self._update(agreed_change=number)
 
     def probed(self, round: int, error: str) -> None:
         """Take the result of a probe; `error` is empty if it succeeded."""
-        self._update(probed_round=round, probe_error=sanitize(error))
+        self._update(probed_round=round, probe_error=messages.sanitize(error))
 
     # ------------------------------------------------------------------ changes
 
-    def _start(self, order: StartRound) -> list[MemberEffect]:
+    def _start(self, order: base.StartRound) -> list[MemberEffect]:
         status, placement = self.status, order.placement
         if placement == status.placement:
             return []  # of another coordinator
@@ -332,7 +304,7 @@ class Member:
         self._stopping = -1
         self._refused_because = ""
         self._update(
-            phase=MemberPhase.RUNNING,
+            phase=messages.MemberPhase.RUNNING,
             placement=placement,
             moves=0,
             probed_round=-1,
@@ -358,18 +330,18 @@ class Member:
         promoted = StandbyPromoted(round=placement.round, group_rank=placement.span.group_rank)
         return [promoted, order]
 
-    def _note_peers(self, done: MembersDone) -> list[MemberEffect]:
+    def _note_peers(self, done: messages.MembersDone) -> list[MemberEffect]:
         if done.round != self.status.round or done.workers <= self.status.peers_finished:
             return []
         self._update(peers_finished=done.workers)
-        return [PeersFinished(done.round, done.workers, done.ago)]
+        return [base.PeersFinished(done.round, done.workers, done.ago)]
 
     def _stop(self, round: int, why: str) -> list[MemberEffect]:
         if round < self.status.round:
             return []
         self._stopping = max(round, self._stopping)
         if self.status.is_busy or self.has_succeeded:
-            return [StopRound(self.status.round, why)]
+            return [base.StopRound(self.status.round, why)]
         self._update(stopped_round=max(round, self.status.stopped_round))
         return []
 

@@ -15,28 +15,8 @@ from typing import Any, Final
 import msgspec
 
 from elastic_aio.aio import cancel_and_wait, create_task
+from elastic_aio.engines.etcd import wire
 from elastic_aio.engines.etcd.http import HttpConnection
-from elastic_aio.engines.etcd.wire import (
-    AUTHENTICATE,
-    MAX_OPS,
-    RANGE,
-    TXN,
-    WATCH,
-    AuthReply,
-    EtcdError,
-    EtcdFence,
-    Fault,
-    Request,
-    TxnReply,
-    WatchEvent,
-    WatchReply,
-    parse_error,
-    parse_message,
-    parse_reply,
-    txn,
-    watch_body,
-    watch_error,
-)
 from elastic_aio.engines.link import (
     EngineAccess,
     EngineLink,
@@ -59,7 +39,7 @@ _BATCH_MAX: Final = 1 << 18
 class _Batch:
     """Requests that begin in one turn of the event loop, and their replies to come."""
 
-    def __init__(self, first: Request) -> None:
+    def __init__(self, first: wire.Request) -> None:
         self.requests = [first]
         self.reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         """That to the first."""
@@ -67,20 +47,24 @@ class _Batch:
         self._size = 0
         self._keys: set[tuple[bytes, bytes]] = set()
 
-    def add(self, request: Request) -> asyncio.Future[Any] | None:
+    def add(self, request: wire.Request) -> asyncio.Future[Any] | None:
         """Return its reply; None if there is no room."""
         # Counted only now: most batches have one request.
         if not self._keys:
             self._size, self._keys = self.requests[0].size, {self.requests[0].key}
         self._size += request.size
-        if len(self.requests) >= MAX_OPS or self._size > _BATCH_MAX or request.key in self._keys:
+        if (
+            len(self.requests) >= wire.MAX_OPS
+            or self._size > _BATCH_MAX
+            or request.key in self._keys
+        ):
             return None
         self._keys.add(request.key)
         self.requests.append(request)
         self._replies.append(asyncio.get_running_loop().create_future())
         return self._replies[-1]
 
-    def end(self, reply: TxnReply | None) -> None:
+    def end(self, reply: wire.TxnReply | None) -> None:
         """Set the replies; None lets each request be sent by itself."""
         parts = [None] * len(self._replies) if reply is None else reply.ranges
         for future, part in zip(self._replies, parts, strict=True):
@@ -95,7 +79,7 @@ class EtcdLink(EngineLink[HttpConnection]):
     engine = "etcd"
 
     def __init__(
-        self, access: EngineAccess, fence: EtcdFence, on_end: Callable[[StoreError], None]
+        self, access: EngineAccess, fence: wire.EtcdFence, on_end: Callable[[StoreError], None]
     ) -> None:
         super().__init__(access, on_end)
         self.fence = fence
@@ -110,7 +94,7 @@ class EtcdLink(EngineLink[HttpConnection]):
         self._refused_tokens = 0
         self._login = asyncio.Lock()
 
-    async def request(self, request: Request, deadline: float | None = None) -> Any:
+    async def request(self, request: wire.Request, deadline: float | None = None) -> Any:
         """Send a request, with others of this moment, as `repeat`; EtcdError: etcd reports it."""
         if request.operation is None or deadline is not None:
             return await self._request(request, deadline)
@@ -121,7 +105,7 @@ class EtcdLink(EngineLink[HttpConnection]):
         found = None if reply is None else await reply
         return await self._request(request) if found is None else found
 
-    async def _begin_batch(self, request: Request) -> asyncio.Future[Any] | None:
+    async def _begin_batch(self, request: wire.Request) -> asyncio.Future[Any] | None:
         """Return the reply of a batch that begins with a request; None without another one."""
         batch = self._batches[request.path] = _Batch(request)
         try:
@@ -145,10 +129,10 @@ class EtcdLink(EngineLink[HttpConnection]):
         operations = [one.operation for one in batch.requests if one.operation]
         try:
             # Once: nothing is sent again for a task that has been cancelled.
-            reply = await self._attempt(member, txn([], operations))
+            reply = await self._attempt(member, wire.txn([], operations))
         except (NotDone, NotAnswered) as error:
             self._fail_over(member, str(error))
-        except (EtcdError, StoreError):
+        except (wire.EtcdError, StoreError):
             pass  # perhaps the error of one request only
         finally:
             batch.end(reply)
@@ -158,7 +142,7 @@ class EtcdLink(EngineLink[HttpConnection]):
         if self._sending:
             await cancel_and_wait(list(self._sending))
 
-    async def _request(self, request: Request, deadline: float | None = None) -> Any:
+    async def _request(self, request: wire.Request, deadline: float | None = None) -> Any:
         reply, is_repeat = await self.repeat(
             request, is_repeatable=request.is_repeatable, deadline=deadline
         )
@@ -166,7 +150,7 @@ class EtcdLink(EngineLink[HttpConnection]):
 
     async def changes(
         self, begin: bytes, end: bytes, revision: int
-    ) -> AsyncGenerator[WatchEvent, None]:
+    ) -> AsyncGenerator[wire.WatchEvent, None]:
         """Yield the changes of the places from `begin` to `end`, from a revision on, in order.
 
         Each range has a connection: the gateway opens the watch of the first message of a body, and
@@ -185,12 +169,14 @@ class EtcdLink(EngineLink[HttpConnection]):
             member, began = self._current, asyncio.get_running_loop().time()
             reason = "the connection was closed"
             try:
-                stream = self._stream(member, watch_body(begin, end, revision))
+                stream = self._stream(member, wire.watch_body(begin, end, revision))
                 async with contextlib.aclosing(stream) as watch_replies:
                     async for reply in watch_replies:
                         attempts = 0
                         if reply.created and reply.header.revision < revision - 1:
-                            raise EtcdError(Fault.COMPACTED, "etcd's history is another one")
+                            raise wire.EtcdError(
+                                wire.Fault.COMPACTED, "etcd's history is another one"
+                            )
                         for event in reply.events:
                             yield event
                             revision = event.kv.mod_revision + 1
@@ -198,7 +184,7 @@ class EtcdLink(EngineLink[HttpConnection]):
                             revision = max(revision, reply.header.revision + 1)
             except NotDone as error:
                 reason = str(error)
-            except (OSError, EtcdError) as error:
+            except (OSError, wire.EtcdError) as error:
                 reason = str(self._judge(error))
             await self._back_off(member, reason, attempts, began)
             attempts += 1
@@ -210,18 +196,18 @@ class EtcdLink(EngineLink[HttpConnection]):
 
     # ------------------------------------------------------------------ one attempt
 
-    async def _attempt(self, member: int, request: Request) -> Any:
+    async def _attempt(self, member: int, request: wire.Request) -> Any:
         try:
             if request.is_change:
                 return await self._change(member, request)
             is_doubtful = self.fence.revision and not self.fence.is_up
-            if is_doubtful and request.path in (RANGE, TXN):
+            if is_doubtful and request.path in (wire.RANGE, wire.TXN):
                 await self._raise_fence(member)  # a read does not overtake a change either
             return await self._send(member, request)
-        except (OSError, EtcdError) as error:
+        except (OSError, wire.EtcdError) as error:
             raise self._judge(error) from None
 
-    async def _change(self, member: int, request: Request) -> TxnReply:
+    async def _change(self, member: int, request: wire.Request) -> wire.TxnReply:
         """Carry out a transaction within the fence."""
         while True:
             if not self.fence.is_up:
@@ -229,10 +215,10 @@ class EtcdLink(EngineLink[HttpConnection]):
             revision = self.fence.revision
             fenced = request.fenced(self.fence.key, revision)
             try:
-                reply: TxnReply = await self._send(member, fenced)
+                reply: wire.TxnReply = await self._send(member, fenced)
             except BaseException as error:  # a cancellation too: etcd may have the request
-                fault = error.fault if isinstance(error, EtcdError) else Fault.UNKNOWN
-                if fault is Fault.UNKNOWN and not isinstance(error, NotDone):
+                fault = error.fault if isinstance(error, wire.EtcdError) else wire.Fault.UNKNOWN
+                if fault is wire.Fault.UNKNOWN and not isinstance(error, NotDone):
                     self.fence.lower(revision)
                 raise
             if not reply.is_fenced(revision):
@@ -248,14 +234,14 @@ class EtcdLink(EngineLink[HttpConnection]):
                     raise NotDone(self._reasons.get(member, ""))
                 try:
                     self.fence.on_reply(await self._send(member, self.fence.next_request()))
-                except (OSError, EtcdError) as error:
-                    if isinstance(error, OSError) or error.fault is Fault.UNKNOWN:
+                except (OSError, wire.EtcdError) as error:
+                    if isinstance(error, OSError) or error.fault is wire.Fault.UNKNOWN:
                         raise NotDone(str(self._judge(error))) from None
-                    if error.fault is not Fault.LEASE_GONE:
+                    if error.fault is not wire.Fault.LEASE_GONE:
                         raise
                     self.fence.lease = 0  # another one is granted
 
-    async def _send(self, member: int, request: Request) -> Any:
+    async def _send(self, member: int, request: wire.Request) -> Any:
         headers = await self._headers(member, request)  # first: a login needs a place too
         async with self._places:
             self.check()
@@ -275,23 +261,23 @@ class EtcdLink(EngineLink[HttpConnection]):
             else:
                 connection.abort()
         try:
-            reply = parse_reply(request, status, body)
-        except EtcdError as error:
+            reply = wire.parse_reply(request, status, body)
+        except wire.EtcdError as error:
             self._on_error(error, headers)
             raise
         self._on_received()
-        if request.path != AUTHENTICATE:
+        if request.path != wire.AUTHENTICATE:
             self._refused_tokens = 0
         return reply
 
-    async def _stream(self, member: int, body: bytes) -> AsyncGenerator[WatchReply, None]:
+    async def _stream(self, member: int, body: bytes) -> AsyncGenerator[wire.WatchReply, None]:
         headers = await self._headers(member, None)
         connection = await self._connection(member)
         self._busy[connection] = member
         try:
             deadline = asyncio.get_running_loop().time() + self._access.attempt_timeout
             async with asyncio.timeout_at(deadline):
-                status = await connection.begin(f"/v3/{WATCH}", body, headers)
+                status = await connection.begin(f"/v3/{wire.WATCH}", body, headers)
             text, is_open, parts = b"", False, connection.parts()
             while True:
                 # One that etcd does not confirm would be silent for ever.
@@ -302,16 +288,16 @@ class EtcdLink(EngineLink[HttpConnection]):
                 *lines, text = (text + part).split(b"\n")
                 for line in lines:
                     if status == 200 and line.strip():
-                        reply = parse_message(line, WatchReply)
+                        reply = wire.parse_message(line, wire.WatchReply)
                         if reply.canceled:
-                            raise watch_error(reply)
+                            raise wire.watch_error(reply)
                         is_open = is_open or reply.created
                         yield reply
                         self._on_received()
                         self._refused_tokens = 0
             if status != 200:
-                raise parse_error(status, text)
-        except EtcdError as error:
+                raise wire.parse_error(status, text)
+        except wire.EtcdError as error:
             self._on_error(error, headers)
             raise
         finally:
@@ -344,21 +330,21 @@ class EtcdLink(EngineLink[HttpConnection]):
         self.local_address = connection.local_address
         return connection
 
-    async def _headers(self, member: int, request: Request | None) -> dict[str, str]:
+    async def _headers(self, member: int, request: wire.Request | None) -> dict[str, str]:
         # Without a leader, a member would answer after many seconds, and keep watches silent.
         headers = {"Grpc-Metadata-hasleader": "true"}
-        if self._access.user is None or (request is not None and request.path == AUTHENTICATE):
+        if self._access.user is None or (request is not None and request.path == wire.AUTHENTICATE):
             return headers
         async with self._login:
             if not self._token:
                 body = {"name": self._access.user, "password": self._access.password or ""}
-                login = Request(AUTHENTICATE, body, AuthReply)
+                login = wire.Request(wire.AUTHENTICATE, body, wire.AuthReply)
                 try:
                     self._token = (await self._send(member, login)).token
                 except OSError as error:
                     raise NotDone(no_reply_reason(error)) from None
-                except EtcdError as error:
-                    if error.fault is not Fault.NO_AUTH:
+                except wire.EtcdError as error:
+                    if error.fault is not wire.Fault.NO_AUTH:
                         raise
                     return headers
         return {**headers, "Authorization": self._token}
@@ -366,13 +352,13 @@ class EtcdLink(EngineLink[HttpConnection]):
     def _on_received(self) -> None:
         self.last_received_at = asyncio.get_running_loop().time()
 
-    def _on_error(self, error: EtcdError, headers: dict[str, str]) -> None:
+    def _on_error(self, error: wire.EtcdError, headers: dict[str, str]) -> None:
         """Discard the token of a request, unless another request has replaced it since."""
-        if error.fault is Fault.TOKEN and headers.get("Authorization") == self._token:
+        if error.fault is wire.Fault.TOKEN and headers.get("Authorization") == self._token:
             self._token = ""
             self._refused_tokens += 1
 
-    def _judge(self, error: OSError | EtcdError) -> NotDone | NotAnswered:
+    def _judge(self, error: OSError | wire.EtcdError) -> NotDone | NotAnswered:
         """Return the meaning of an error that another attempt may help against.
 
         Otherwise raise StoreRefused, or EtcdError for the caller to handle.
@@ -380,12 +366,12 @@ class EtcdLink(EngineLink[HttpConnection]):
         if isinstance(error, OSError):
             return NotAnswered(no_reply_reason(error))
         match error.fault:
-            case Fault.NOT_DONE:
+            case wire.Fault.NOT_DONE:
                 return NotDone(str(error))
-            case Fault.UNKNOWN:
+            case wire.Fault.UNKNOWN:
                 return NotAnswered(str(error))
-            case Fault.TOKEN if self._refused_tokens < _TOKENS:
+            case wire.Fault.TOKEN if self._refused_tokens < _TOKENS:
                 return NotDone(str(error))
-            case Fault.REFUSED | Fault.TOKEN:
+            case wire.Fault.REFUSED | wire.Fault.TOKEN:
                 raise StoreRefused(str(error)) from None
         raise error

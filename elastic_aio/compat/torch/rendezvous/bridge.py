@@ -46,28 +46,8 @@ from elastic_aio.errors import HostError
 from elastic_aio.events import Event
 from elastic_aio.outcome import ExitStatus, Failure, JobOutcome, JobState, preempted
 from elastic_aio.ranks import NodeRanks, NodeSize, assign_node_ranks
+from elastic_aio.rendezvous import base
 from elastic_aio.rendezvous.backends import make_rendezvous
-from elastic_aio.rendezvous.base import (
-    RENDEZVOUS_FAILED,
-    AgentPort,
-    EndJob,
-    Instruction,
-    NodeDraining,
-    NodeInfo,
-    Placement,
-    PreemptionNoticed,
-    Rendezvous,
-    Report,
-    RestartCause,
-    RestartPending,
-    RoundFailing,
-    RoundProgressed,
-    RoundStarted,
-    RoundStopped,
-    RoundSucceeded,
-    StartRound,
-    StopRound,
-)
 from elastic_aio.spec.job import LaunchSpec, NodeRange
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import (
@@ -151,15 +131,15 @@ class HandlerThread:
         self._calls.put(_END_THREAD)
 
 
-class HandlerRendezvous(Rendezvous):
+class HandlerRendezvous(base.Rendezvous):
     """A node's part in the rendezvous of a blocking handler; `error` is what the handler raised."""
 
     def __init__(
         self,
         handler: Any,
         spec: LaunchSpec,
-        node: NodeInfo,
-        agent: AgentPort,
+        node: base.NodeInfo,
+        agent: base.AgentPort,
         *,
         master: tuple[str | None, int | None] = (None, None),
         interval: float = _POLL_MIN_S,
@@ -180,7 +160,7 @@ class HandlerRendezvous(Rendezvous):
         self._interval = max(interval, _POLL_MIN_S)
         self._decide_timeout = decide_timeout
         self._budget = RestartBudget(spec.max_restarts, spec.restart, random.random)
-        self._reports: asyncio.Queue[Report] = asyncio.Queue()
+        self._reports: asyncio.Queue[base.Report] = asyncio.Queue()
         self._thread: HandlerThread | None = None
         self._attending: asyncio.Task[None] | None = None
         self._round = -1
@@ -191,7 +171,7 @@ class HandlerRendezvous(Rendezvous):
         self._thread = HandlerThread()
         self._attending = create_task(self._attend(), name="rendezvous handler")
 
-    def report(self, report: Report) -> None:
+    def report(self, report: base.Report) -> None:
         self._reports.put_nowait(report)
 
     async def leave(self, why: str) -> None:
@@ -212,21 +192,23 @@ class HandlerRendezvous(Rendezvous):
             else:
                 self.error = error
                 why = f"{type(error).__name__}: {error}"
-                outcome = JobOutcome(JobState.FAILED, why, RENDEZVOUS_FAILED, is_rendezvous=True)
-        self._agent.on_instruction(EndJob(outcome))
+                outcome = JobOutcome(
+                    JobState.FAILED, why, base.RENDEZVOUS_FAILED, is_rendezvous=True
+                )
+        self._agent.on_instruction(base.EndJob(outcome))
 
     async def _attend_rounds(self) -> JobOutcome:
         """Take part in one round after the other; return how the job ended."""
-        cause: RestartCause | None = None
+        cause: base.RestartCause | None = None
         while True:
             self._round += 1
             info = await self._call(self._handler.next_rendezvous)
             placement = await self._call(self._place, info)
-            self._agent.on_instruction(StartRound(placement, cause))
+            self._agent.on_instruction(base.StartRound(placement, cause))
             ended = await self._round_end()
             if self._preempted:
                 return preempted(self._preempted, self._restarts)
-            if isinstance(ended, RoundSucceeded):
+            if isinstance(ended, base.RoundSucceeded):
                 await self._call(self._wait_at_barrier, info)
                 return JobOutcome(
                     JobState.SUCCEEDED, "all workers have finished", 0, self._restarts
@@ -237,10 +219,10 @@ class HandlerRendezvous(Rendezvous):
                     return outcome
             else:
                 why = "other nodes wait to join"
-                cause = RestartCause(self._round + 1, why, self._restarts)
+                cause = base.RestartCause(self._round + 1, why, self._restarts)
                 self._changes += 1
 
-    async def _round_end(self) -> RoundStopped | RoundSucceeded:
+    async def _round_end(self) -> base.RoundStopped | base.RoundSucceeded:
         """Wait for the end of the round, which waiting nodes bring about."""
         is_running = is_stopping = False
         self._budget.begin_attempt()
@@ -252,25 +234,27 @@ class HandlerRendezvous(Rendezvous):
             except TimeoutError:
                 if await self._call(self._handler.num_nodes_waiting) > 0:
                     is_stopping = True
-                    stop = StopRound(self._round, "other nodes wait to join")
+                    stop = base.StopRound(self._round, "other nodes wait to join")
                     self._agent.on_instruction(stop)
                 continue
-            if isinstance(report, PreemptionNoticed):
+            if isinstance(report, base.PreemptionNoticed):
                 self._preempted = report.change.why
                 continue
-            if isinstance(report, NodeDraining) or report.round != self._round:
+            if isinstance(report, base.NodeDraining) or report.round != self._round:
                 continue
             match report:
-                case RoundStarted():
+                case base.RoundStarted():
                     is_running = True
-                case RoundFailing():
+                case base.RoundFailing():
                     is_stopping = True
-                case RoundProgressed():
+                case base.RoundProgressed():
                     self._budget.has_progress = True
-                case RoundStopped() | RoundSucceeded():
+                case base.RoundStopped() | base.RoundSucceeded():
                     return report
 
-    async def _decide(self, stopped: RoundStopped) -> tuple[JobOutcome | None, RestartCause | None]:
+    async def _decide(
+        self, stopped: base.RoundStopped
+    ) -> tuple[JobOutcome | None, base.RestartCause | None]:
         failures = stopped.failures
         if stopped.is_permanent or not failures:
             why = stopped.permanent_reason
@@ -292,16 +276,16 @@ class HandlerRendezvous(Rendezvous):
             decision = self._budget.decide(failures[0], action, stopped.runtime, now)
             if decision.restart:
                 self._budget.record(now)
-                cause = RestartCause(
+                cause = base.RestartCause(
                     self._round + 1, decision.why, self._restarts, decision.delay, failures[0]
                 )
-                self._agent.on_instruction(RestartPending(cause))
+                self._agent.on_instruction(base.RestartPending(cause))
                 await asyncio.sleep(decision.delay)  # the back-off of the restart policy
                 return None, cause
             why = decision.why
         return self._failed(stopped, why), None
 
-    def _failed(self, stopped: RoundStopped, why: str) -> JobOutcome:
+    def _failed(self, stopped: base.RoundStopped, why: str) -> JobOutcome:
         code, failures = stopped.exit_code, stopped.failures
         return JobOutcome(JobState.FAILED, why, code, self._restarts, failures)
 
@@ -315,12 +299,12 @@ class HandlerRendezvous(Rendezvous):
 
     # ----------------------------------------- in the handler's thread, blocking
 
-    def _place(self, info: Any) -> Placement:
+    def _place(self, info: Any) -> base.Placement:
         """Agree with the other nodes on the ranks of all workers."""
         span = self._span(info.store, info.rank, info.world_size)
         where = info.bootstrap_store_info
         address, port = self._master
-        return Placement(
+        return base.Placement(
             round=self._round,
             formed_by="",
             attempt=self._round,
@@ -389,10 +373,10 @@ class Participation:
         )
         self._serves = serves
         self._loop: LoopThread | None = None
-        self._rendezvous: Rendezvous | None = None
+        self._rendezvous: base.Rendezvous | None = None
         self._changed = threading.Condition()
-        self._next: Placement | None = None
-        self._current: Placement | None = None
+        self._next: base.Placement | None = None
+        self._current: base.Placement | None = None
         self._stopping = -1
         self._outcome: JobOutcome | None = None
         self._is_leaving = self._is_closing = False
@@ -438,7 +422,7 @@ class Participation:
                 raise RendezvousClosedError(f"the rendezvous of run {self._run_id} is closed")
             placement, self._next = self._next, None
             self._current = placement
-        self._loop.call(self._report(RoundStarted(placement.round)))
+        self._loop.call(self._report(base.RoundStarted(placement.round)))
         return self._info(placement)
 
     def end_job(self) -> None:
@@ -446,7 +430,7 @@ class Participation:
         if self._loop is not None and self._current is not None and not self.has_ended:
             self._is_closing = True
             why = f"the agent on {hostname()} has closed the rendezvous"
-            end = RoundStopped(self._current.round, is_permanent=True, permanent_reason=why)
+            end = base.RoundStopped(self._current.round, is_permanent=True, permanent_reason=why)
             self._loop.call(self._report(end))
 
     def close(self) -> None:
@@ -465,7 +449,7 @@ class Participation:
             self._loop.close()
         self._reserved = self._claimed = self._serving = None
 
-    def _info(self, placement: Placement) -> RendezvousInfo:
+    def _info(self, placement: base.Placement) -> RendezvousInfo:
         """Connect to the store of a round, which is the agents' and its workers'."""
         from torch.distributed import PrefixStore, TCPStore
 
@@ -487,29 +471,29 @@ class Participation:
         port = self.reserve_master_port(_LOCAL)
         self._claimed, self._reserved = self._reserved, None
         alone = NodeRanks(0, 1, 0, 1, 0, 1)
-        self._current = Placement(number, "", number, 0, 0, alone, _LOCAL, port)
+        self._current = base.Placement(number, "", number, 0, 0, alone, _LOCAL, port)
         return self._info(self._current)
 
     # ------------------------------------------------------- on the event loop
 
     async def _open(self) -> None:
-        node = NodeInfo(name=hostname(), pid=os.getpid(), nproc=1, role=self._spec.role)
+        node = base.NodeInfo(name=hostname(), pid=os.getpid(), nproc=1, role=self._spec.role)
         self._rendezvous = make_rendezvous(self._spec, node, self._run_id, self)
         await self._rendezvous.open()
 
-    async def _report(self, *reports: Report) -> None:
+    async def _report(self, *reports: base.Report) -> None:
         assert self._rendezvous is not None, "the round came from it"
         for report in reports:
             self._rendezvous.report(report)
 
-    async def _report_stopped(self, placement: Placement) -> None:
+    async def _report_stopped(self, placement: base.Placement) -> None:
         if self.is_round_over:
             # A stopped round may be newer: one that began and was stopped unseen.
-            await self._report(RoundStopped(max(placement.round, self._stopping)))
+            await self._report(base.RoundStopped(max(placement.round, self._stopping)))
             return
         failure = _unknown_failure(placement)
-        failing = RoundFailing(placement.round, failure.message)
-        await self._report(failing, RoundStopped(placement.round, (failure,)))
+        failing = base.RoundFailing(placement.round, failure.message)
+        await self._report(failing, base.RoundStopped(placement.round, (failure,)))
 
     async def _leave(self) -> None:
         if self._rendezvous is not None:
@@ -517,17 +501,17 @@ class Participation:
 
     # --------------------------------------------- called by the rendezvous
 
-    def on_instruction(self, instruction: Instruction) -> None:
+    def on_instruction(self, instruction: base.Instruction) -> None:
         with self._changed:
             match instruction:
-                case StartRound(placement):
+                case base.StartRound(placement):
                     self._next = placement
                     if placement.span.group_rank == 0:
                         self._claimed, self._reserved = self._reserved, None
-                case StopRound(round):
+                case base.StopRound(round):
                     self._stopping = max(round, self._stopping)
                     self._next = None
-                case EndJob(outcome):
+                case base.EndJob(outcome):
                     self._outcome = outcome
             self._changed.notify_all()
 
@@ -559,7 +543,7 @@ class Participation:
         return port
 
 
-def _unknown_failure(placement: Placement) -> Failure:
+def _unknown_failure(placement: base.Placement) -> Failure:
     """Return a failure of which only torch's agent knows more."""
     return Failure(
         rank=placement.span.first_rank,
