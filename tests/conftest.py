@@ -33,6 +33,7 @@ for _name in [name for name in os.environ if name.startswith("PET_")] + [
     "LOGLEVEL",
     "OMP_NUM_THREADS",
     "PYTHONDONTWRITEBYTECODE",
+    "PYTHONUNBUFFERED",
     "PYTHON_EXEC",
     "TORCHELASTIC_ERROR_FILE",
     "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",

@@ -273,10 +273,10 @@ def test_third_parties_are_confined(name: str) -> None:
         third_parties -= BARE_NEIGHBOURS
     if name in ("worker.bootstrap", "worker.bootstrap_main"):
         # Before the package can be found.
-        third_parties -= {"bootstrap", "interpreter"}
+        third_parties -= {"bootstrap", "interpreter", "lines"}
     if name == "worker.startup.sitecustomize":
         # The script's own, in place of this one; a neighbour: the package may be elsewhere.
-        third_parties -= {"sitecustomize", "interpreter"}
+        third_parties -= {"sitecustomize", "interpreter", "lines"}
     if package_of(name) != "worker":
         third_parties -= {"msgspec"}  # values; a worker may run where nothing is installed
     assert third_parties <= CONFINED.keys()

@@ -233,8 +233,9 @@ def worker_env(spec: LaunchSpec, nproc: int, own: Mapping[str, str]) -> dict[str
     workers on this host OMP_NUM_THREADS defaults to 1.
     """
     # Python writes at once what it prints, so that a kill loses none of it: also in what a command
-    # starts, where `-u` does not reach.
-    defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "PYTHONUNBUFFERED": "1"}
+    # starts, where `-u` does not reach.  A worker of Python itself writes lines.
+    unbuffered = "1" if isinstance(spec.entrypoint, Command) else "lines"
+    defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "PYTHONUNBUFFERED": unbuffered}
     # A crash (SIGSEGV, SIGABRT, SIGBUS, SIGFPE, SIGILL) leaves its stack on standard error.
     defaults["PYTHONFAULTHANDLER"] = "1"
     if nproc > 1:
@@ -242,14 +243,17 @@ def worker_env(spec: LaunchSpec, nproc: int, own: Mapping[str, str]) -> dict[str
     return {**defaults, **without_channels(os.environ), **spec.env, **own}
 
 
-def startup_env(spec: LaunchSpec, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable with which a Python script records the exception that ends it."""
+def startup_env(
+    spec: LaunchSpec, env: Mapping[str, str], *, is_watched: bool = True
+) -> dict[str, str]:
+    """Return the variables with which a Python script runs `worker/startup` first."""
     # Empty if the workers are no scripts or modules, or the interpreter would not find the hook.
     former = env.get("PYTHONPATH")
     is_script = isinstance(spec.entrypoint, Script | Module) and spec.start_method == "spawn"
     if not is_script or former == "" or os.pathsep in _STARTUP:
         return {}
-    return {"PYTHONPATH": _STARTUP if former is None else f"{_STARTUP}{os.pathsep}{former}"}
+    path = _STARTUP if former is None else f"{_STARTUP}{os.pathsep}{former}"
+    return {"PYTHONPATH": path, **({"ELASTIC_AIO_STARTUP": "1"} if is_watched else {})}
 
 
 def free_port() -> int:

@@ -420,9 +420,8 @@ class LocalRuntime:
         if notify is not None:
             env[NOTIFY_FD] = str(notify)
         needs_record = bool(error_file) and self.output.needs_record(logs)
-        if needs_record or self.spec.liveness != LivenessSpec():
-            env |= startup_env(self.spec, env)
-        return env
+        is_watched = needs_record or self.spec.liveness != LivenessSpec()
+        return env | startup_env(self.spec, env, is_watched=is_watched)
 
     def _make_common_env(self, nproc: int) -> _CommonEnv:
         """Return the variables that all workers of an attempt have; `nproc` is their number."""

@@ -222,10 +222,6 @@ def _dump(value: object, file: Any) -> None:
 # must not block the loop either: marshal makes a list as long as its form says before it looks
 # for the items.  So a form is checked before it is loaded.
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
-
 _PLAIN_MAX = 1 << 16  # bytes of the form of a value
 _ITEMS_MAX = 1000
 _DEPTH_MAX = 4

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from elastic_aio.worker import interpreter
+from elastic_aio.worker import interpreter, lines
 
 # Encoding and error handler of 0, 1 and 2 as the interpreter has chosen them, by the locale and
 # PYTHONIOENCODING; a module that is imported later may replace the streams.
@@ -84,11 +84,12 @@ def _renew_streams() -> None:
     """Set new `sys.stdin`, `stdout` and `stderr` on descriptors 0, 1 and 2.
 
     The inherited objects may be of any type (a notebook's, a test's capture), and hold text that
-    the parent will write.  Unbuffered, as with `python -u`.
+    the parent will write.
     """
     sys.stdin = sys.__stdin__ = _open_text(0, "<stdin>")  # type: ignore[misc]  # what renewing is
     sys.stdout = sys.__stdout__ = _open_text(1, "<stdout>")  # type: ignore[misc]  # likewise
     sys.stderr = sys.__stderr__ = _open_text(2, "<stderr>")  # type: ignore[misc]  # likewise
+    lines.write_lines()
 
 
 def _open_text(descriptor: int, name: str) -> Any:

@@ -143,7 +143,7 @@ def run_both(
     options: list[str], program: list[str], cwd: Path, env: dict[str, str | None]
 ) -> tuple[Any, Any]:
     """Return what a program prints in an interpreter of its own, and as a worker."""
-    env = {**env, "OMP_NUM_THREADS": "1"}
+    env = {**env, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     plain = run_program([sys.executable, "-u", *program, "x", ""], cwd=cwd, env=env)
     worker = run_cli(*options, *program, "x", "", cwd=cwd, env=env)
     assert (plain.code, worker.code) == (0, 0), worker.err

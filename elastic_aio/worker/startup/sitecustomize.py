@@ -1,9 +1,10 @@
-"""Lets a script record the exception that ends it, and offer its stacks, by itself.
+"""Lets a script write whole lines, and by itself record what ends it and offer its stacks.
 
-A worker whose stderr is a terminal, or that has deadlines, starts with this directory in front of
-PYTHONPATH, so that `site` imports this module before the script.  The module first undoes that: the
-script finds the variable, `sys.path` and `sys.modules` as without it, and so do the processes that
-it starts; a `sitecustomize` of its own is imported in this one's place.
+A script or module starts with this directory in front of PYTHONPATH, so that `site` imports this
+module first.  The module undoes that: the script finds the variable, `sys.path` and `sys.modules`
+as without it, and so do the processes that it starts; a `sitecustomize` of its own is imported in
+this one's place.  ELASTIC_AIO_STARTUP is set for a worker whose stderr is a terminal, or that has
+deadlines: only such a worker records and offers.
 
 `sys.excepthook` stays as it is, since a script may look at it.  The interpreter itself stores an
 exception that nothing has caught (`sys.last_value`) before it ends: an exit hook, which is the last
@@ -18,21 +19,17 @@ no more than the error file out.
 import os
 import sys
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 _OWN = os.path.dirname(os.path.abspath(__file__))
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(_OWN)))
 
 
 def _undo() -> None:
-    first, separator, rest = os.environ.get("PYTHONPATH", "").partition(os.pathsep)
-    if first == _OWN:
-        if separator:
-            os.environ["PYTHONPATH"] = rest
-        else:
-            del os.environ["PYTHONPATH"]
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if paths == [_OWN]:
+        del os.environ["PYTHONPATH"]
+    elif _OWN in paths:  # not the first, if a program between has set the variable
+        paths.remove(_OWN)
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     if _OWN in sys.path:
         sys.path.remove(_OWN)
     sys.path_importer_cache.pop(_OWN, None)
@@ -45,26 +42,21 @@ def _record_at_exit(path: str) -> None:
 
     if not is_loaded:
         del sys.modules["atexit"]
-    atexit.register(_make_hook(path, os.getpid()))
+    atexit.register(_record, path, os.getpid())
 
 
-def _make_hook(path: str, pid: int) -> "Callable[[], None]":
-    def record() -> None:
-        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        # A fork has inherited the hook.
-        if os.getpid() != pid or not isinstance(error, Exception):
-            return
-        if not _has_ended_main(error):
-            return
-        sys.path.insert(0, _ROOT)
-        try:
-            from elastic_aio.worker.recorder import record_end
+def _record(path: str, pid: int) -> None:
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    # A fork has inherited the hook.
+    if os.getpid() != pid or not isinstance(error, Exception) or not _has_ended_main(error):
+        return
+    sys.path.insert(0, _ROOT)
+    try:
+        from elastic_aio.worker.recorder import record_end
 
-            record_end(error, path)
-        except Exception:  # noqa: BLE001  # another version of Python, a full disk
-            pass  # stderr has the exception
-
-    return record
+        record_end(error, path)
+    except Exception:  # noqa: BLE001  # another version of Python, a full disk
+        pass  # stderr has the exception
 
 
 def _has_ended_main(error: Exception) -> bool:
@@ -76,16 +68,20 @@ def _has_ended_main(error: Exception) -> bool:
     return code.co_name == "<module>" or code.co_filename == "<frozen runpy>"
 
 
-def _offer_stacks() -> None:
-    """Let the launcher read the stacks of this process (see `interpreter.offer_stacks`)."""
+def _use_neighbours(is_watched: bool) -> None:
+    """Write whole lines; let the launcher read the stacks (see `interpreter.offer_stacks`)."""
     modules, directory = {*sys.modules}, os.path.dirname(_OWN)
     sys.path.insert(0, directory)
     try:
-        import interpreter  # type: ignore[import-not-found]  # the package need not be importable
+        import lines  # type: ignore[import-not-found]  # the package need not be importable
 
-        interpreter.offer_stacks()
+        lines.write_lines()
+        if is_watched:
+            import interpreter  # type: ignore[import-not-found]  # likewise
+
+            interpreter.offer_stacks()
     except Exception:  # noqa: BLE001  # another version of Python
-        pass  # the launcher sees what the kernel shows
+        pass  # nothing is buffered; the launcher sees what the kernel shows
     finally:
         sys.path.remove(directory)
         sys.path_importer_cache.pop(directory, None)
@@ -95,10 +91,10 @@ def _offer_stacks() -> None:
 
 def _start() -> None:
     _undo()
-    if "ELASTIC_AIO_NOTIFY_FD" in os.environ:
-        _offer_stacks()
+    is_watched = os.environ.pop("ELASTIC_AIO_STARTUP", "") != ""
+    _use_neighbours(is_watched)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
+    if is_watched and path:
         _record_at_exit(path)
 
 
