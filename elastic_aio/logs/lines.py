@@ -97,7 +97,7 @@ class LineSplitter:
         """Offset of the first byte that later pieces may refer to."""
         return self._text.start if isinstance(self._text, LongLine) else self._frame_start
 
-    def feed(self, data: bytes) -> list[Piece]:
+    def feed(self, data: bytes, is_behind: bool = False) -> list[Piece]:
         """Take the next bytes of the file; return what can be shown."""
         pieces: list[Piece] = []
         base = self._offset
@@ -179,14 +179,14 @@ class RawSplitter:
     def needed(self) -> int:
         return self.offset - len(self.held)
 
-    def feed(self, data: bytes) -> list[Piece]:
+    def feed(self, data: bytes, is_behind: bool = False) -> list[Piece]:
         """Take the next bytes of the file; return the bytes to be passed on now.
 
-        Bytes that are followed by more end with a line, so that other output comes between two
-        lines.
+        Bytes that are followed by more, of which `is_behind` tells too, end with a line, so that
+        other output comes between two lines.
         """
         self.offset += len(data)
-        is_last = len(data) < HELD_MAX
+        is_last = len(data) < HELD_MAX and not is_behind
         data, self.held = self.held + data, b""
         if not is_last and (end := data.rfind(b"\n") + 1):
             data, self.held = data[:end], data[end:]

@@ -63,6 +63,8 @@ class LogFile:
         self._descriptor = descriptor
         self._before = b""  # the last bytes before the offset of the next read
         self._modified_at: int | None = None  # when it had the size that was read last
+        self.is_behind = False
+        """Whether what was read may end within a write, the rest of which comes at once."""
         self.is_opened = False
         """Whether a process has opened the file since it has grown; set by the owner."""
         self.is_written = False
@@ -170,16 +172,14 @@ def last_lines(path: str, count: int) -> int:
 
 def _read_tail(path: str, size: int) -> tuple[int, bytes]:
     """Return the position and the content of the end of a file that `read_end` returns."""
-    descriptor = open_log(path)
-    try:
+    with open(open_log(path), "rb", buffering=0) as file:
+        descriptor = file.fileno()
         status = os.fstat(descriptor)
         if not (end := status.st_size) and stat.S_ISREG(status.st_mode):
             return 0, b""
         start = max(0, end - size)
         begin = _first_line(descriptor, start, end)
         tail = os.pread(descriptor, end - begin, begin)
-    finally:
-        os.close(descriptor)
     cut = tail.find(b"\n") + 1 if begin == start > 0 else 0
     return (begin + cut, tail[cut:]) if cut < len(tail) else (begin, tail)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import select
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -52,6 +53,8 @@ class Relay:
         """Why the file takes no more output; None while it does."""
         self.is_made = False
         self._open_new = open_new
+        self.is_behind = False
+        """Whether the read bytes may end within a write, of which more is in the pipe."""
         self.kept = 0
         """Bytes in the file, once it takes no more."""
         self.lost = 0
@@ -176,6 +179,7 @@ class Relay:
             self._loop.remove_reader(self.reader)
             return
         self._take(data)
+        self.is_behind = len(data) == CHUNK and _has_more(self.reader)
         self.on_data()
         is_busy = self._limit.is_exceeded(self._loop.time())
         if is_busy and len(data) < CHUNK // 4 and self._timer is None:
@@ -249,6 +253,12 @@ class Relay:
             self._pause(_PATIENCE_S)
 
 
+def _has_more(pipe: int) -> bool:
+    poller = select.poll()
+    poller.register(pipe, select.POLLIN)
+    return any(event & select.POLLIN for _, event in poller.poll(0))
+
+
 class RelayedFile(LogFile):
     """Reads what a relay has written to its file and what it holds."""
 
@@ -277,6 +287,7 @@ class RelayedFile(LogFile):
                 relay.skip_file(offset)
                 data = relay.read_held(offset, CHUNK)
         self._read_to = offset + len(data or b"")
+        self.is_behind = relay.is_behind
         return data
 
     def read_again(self, start: int, end: int) -> bytes:

@@ -360,7 +360,7 @@ class LogTailer:
             return True
         if data:
             self.view.times.note(self._splitter.offset + len(data), time.time())
-            await self._show(self._splitter.feed(data))
+            await self._show(self._splitter.feed(data, self._file.is_behind))
             self._file.release(self._splitter.needed)
             # A file that has stopped growing causes no event: read until its end.
             return len(data) == CHUNK or self.is_ending

@@ -18,6 +18,7 @@ from elastic_aio.logs.lines import (
     LongLine,
     Piece,
     PrefixFields,
+    RawSplitter,
     make_prefix,
     with_prefix,
 )
@@ -266,3 +267,12 @@ def test_a_value_is_no_template() -> None:
     """A role that looks like a variable is text."""
     fields = PrefixFields("${rank}", 5, 1, 0, "h", "stdout")
     assert make_prefix(None, fields, never)() == b"[${rank}1]:"
+
+
+def test_raw_bytes_that_are_followed_by_more_end_with_a_line() -> None:
+    """The reader of a pipe knows that more comes, though the file has no more yet."""
+    splitter = RawSplitter()
+    assert splitter.feed(b"one\ntw", True) == [Lines(b"one\n")]
+    assert (splitter.offset, splitter.needed) == (6, 4)
+    assert splitter.feed(b"o\nthr", False) == [Lines(b"two\nthr")]
+    assert splitter.feed(b"a long line", True) == [Lines(b"a long line")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import os
 import resource
 import threading
@@ -15,6 +16,7 @@ import pytest
 
 from elastic_aio.logs import relay as relay_module
 from elastic_aio.logs.console import Sink, open_sink
+from elastic_aio.logs.log_file import CHUNK
 from elastic_aio.logs.relay import Relay
 from elastic_aio.logs.tee import StreamView, Tee
 
@@ -155,6 +157,29 @@ async def test_a_stream_is_in_its_file_and_on_the_console(bench: Bench) -> None:
     assert bench.shown == with_prefix(lines)
     assert (bench.relay.unkept, bench.relay.lost) == (0, 0)
     assert repr(bench.relay) == "<Relay to its file, finished>"
+
+
+async def test_a_read_that_ends_within_a_line_says_so(bench: Bench) -> None:
+    """Others write to the console too, so that the rest of the line must not come later."""
+    lines = b"a line\n" * 20_000
+    writer = bench.start(is_shown=False)
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 1 << 20)
+    seen: list[tuple[bytes, bool]] = []
+    done = asyncio.Event()
+
+    def look() -> None:
+        content = bench.path.read_bytes()
+        seen.append((content[-1:], bench.relay.is_behind))
+        if content == lines:
+            done.set()
+
+    bench.relay.on_data = look
+    assert CHUNK < len(lines) == os.write(writer, lines)
+    async with asyncio.timeout(GUARD):
+        await done.wait()
+    assert [is_behind for _, is_behind in seen] == [True, True, False]
+    assert seen[-1][0] == b"\n" != seen[0][0]
+    os.close(writer)
 
 
 async def test_a_line_is_shown_when_it_is_written(bench: Bench) -> None:
