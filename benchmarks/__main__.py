@@ -66,6 +66,7 @@ ROWS: dict[str, _Row] = {
     "tail": failure.tail,
     "many": start.many,
     "idle": start.idle,
+    "lines": output.lines,
     "tee": output.tee,
     "latency": output.latency,
     "read": output.read,

@@ -17,7 +17,7 @@ from benchmarks.launchers import Job, Launcher, new_notes, spawn_baseline, wait_
 from benchmarks.table import TIMES, Goal, Line
 from benchmarks.turns import compare, median_of, median_of_all
 
-__all__ = ["latency", "read", "tee"]
+__all__ = ["latency", "lines", "read", "tee"]
 
 _WORKERS = 4
 _LINES = 100_000
@@ -27,6 +27,15 @@ _NUMBERED = re.compile(rb"\[default(\d)\]:rank \1 line \d+ of a job with much ou
 _TIMED = re.compile(rb"\[default\d\]:at (\d+)")
 # A launcher that runs for longer than this after the last line has a defect.
 _END_S = 3.0
+
+
+_PRINTED = 5000
+_PRINTS = """
+import os
+for number in range(5000):
+    print("rank", os.environ["RANK"], "line", number, {"loss": 0.25})
+"""
+_WHOLE = re.compile(rb"rank \d line \d+ \{'loss': 0\.25\}")
 
 
 class _Teed(NamedTuple):
@@ -44,7 +53,7 @@ def tee(
     read; the CPU time of the launcher likewise.  The limit is the output of the workers
     without a reader, which slows them down.
     """
-    lines = []
+    rows = []
     for name, at_once in _WRITES.items():
         written = partial(_write_only, at_once)
         results = compare(
@@ -52,7 +61,7 @@ def tee(
         )
         _, copied = results.limits
         title = f"tee {_WORKERS} {TIMES} {_LINES:,} lines, {name}"
-        lines += [
+        rows += [
             results.line(
                 f"{title}: lines shown",
                 "/s",
@@ -75,7 +84,26 @@ def tee(
                 bound=0,
             ),
         ]
-    return lines
+    return rows
+
+
+def lines(
+    ours: Launcher, theirs: Launcher | None, rounds: int, *, old: Launcher | None = None
+) -> list[Line]:
+    """Count the lines that are not whole of scripts that share a pipe without a tee."""
+    results = compare(max(rounds // 5, 1), _torn, ours, theirs, old=old)
+    title = f"{_WORKERS} scripts print {_PRINTED:,} lines each, no tee: lines lost or torn"
+    return [results.line(title, "", max, bound=0)]
+
+
+def _torn(launcher: Launcher) -> int:
+    with new_notes() as notes:
+        notes.path.write_text(_PRINTS)
+        command = [*launcher.command(), f"--nproc-per-node={_WORKERS}", str(notes.path)]
+        with Job(command, out=subprocess.PIPE, root=launcher.root) as job:
+            found = job.read().split(b"\n")
+            job.succeed()
+    return _WORKERS * _PRINTED - sum(_WHOLE.fullmatch(line) is not None for line in found)
 
 
 def _tee(at_once: int, launcher: Launcher) -> _Teed:
@@ -137,7 +165,7 @@ def read(
     ours: Launcher, theirs: Launcher | None, rounds: int, *, old: Launcher | None = None
 ) -> list[Line]:
     """Read many lines of four workers in a program, one by one and by the batch."""
-    lines = []
+    rows = []
     for name, at_once in _WRITES.items():
         for how, call, goal in (
             ("single", "agent.logs()", 0.5),
@@ -151,7 +179,7 @@ def read(
                 partial(_shown, at_once, ours),
                 old=old,
             )
-            lines.append(
+            rows.append(
                 results.line(
                     f"{call}, {_WORKERS} {TIMES} {_LINES:,} lines, {name}: lines read",
                     "/s",
@@ -160,7 +188,7 @@ def read(
                     limit_goal=Goal(goal, at_least=True),
                 )
             )
-    return lines
+    return rows
 
 
 def _shown(at_once: int, launcher: Launcher) -> float:

@@ -16,7 +16,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.launchers import Finished, Job, Launcher, children_of, run, wait_until
+from benchmarks.launchers import (
+    Finished,
+    Job,
+    Launcher,
+    children_of,
+    new_notes,
+    run,
+    wait_until,
+    worker,
+)
 from benchmarks.table import Goal, Line
 from benchmarks.turns import compare, median_of
 
@@ -183,7 +192,7 @@ class _Idle(NamedTuple):
 
 
 def idle(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
-    """Watch a launcher with idle workers, its guardian included."""
+    """Watch a launcher with workers that have a child each and are idle, its guardian included."""
     us, them = compare(max(rounds // 5, 1), _idle, ours, theirs)
     lines = []
     for name, unit, figure, bound in (
@@ -207,15 +216,12 @@ def idle(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]:
 def _idle(launcher: Launcher) -> _Idle:
     workers = 8
     with (
-        tempfile.TemporaryDirectory() as directory,
-        launcher.job(workers, ["/bin/sleep", "60"], "-t", "3", "--log-dir", directory) as job,
+        new_notes() as notes,
+        launcher.job(
+            workers, worker(notes, "train"), "-t", "3", "--log-dir", str(notes.path.parent)
+        ) as job,
     ):
-        wait_until(
-            lambda: (
-                sum(_command(pid) == "/bin/sleep 60" for pid in children_of(job.pid)) == workers
-            ),
-            "the workers",
-        )
+        wait_until(lambda: len(notes.read("ready")) == workers, "the workers")
         time.sleep(1)
         pids = [job.pid, *(pid for pid in children_of(job.pid) if "guardian" in _command(pid))]
         before = [_activity(pid) for pid in pids]

@@ -28,12 +28,21 @@ _PAUSE_S = 0.2
 _SETTLED_S = 1.0
 """Seconds after which a launcher has loaded what it may need later."""
 _SHELL = ["sh", "-c", 'echo "$RANK $$" > "$0"; exec sleep 999']
-_PYTHON = [
-    sys.executable,
-    "-c",
-    "import os, sys, time; rank = os.environ['RANK'];"
-    " print(rank, os.getpid(), file=open(sys.argv[1], 'w'), flush=True); time.sleep(999)",
-]
+_TRAINER = """
+import os, signal, sys, time
+def save(*_):
+    open(f"{sys.argv[1]}-checkpoint-{os.environ['RANK']}", "w").close()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+reader, writer = os.pipe()
+if not os.fork():
+    os.close(writer)
+    os.read(reader, 1)  # until its parent has ended
+    os._exit(0)
+print(os.environ["RANK"], os.getpid(), file=open(sys.argv[1], "w"), flush=True)
+time.sleep(999)
+"""
+_PYTHON = [sys.executable, "-c", _TRAINER]
 
 
 class _Kept:
@@ -86,7 +95,7 @@ def kill_one(ours: Launcher, theirs: Launcher | None, rounds: int) -> list[Line]
     left.  The two take turns, so that the workers of the one are no processes that the other reads.
     """
     lines = []
-    for name, worker in (("of a shell", _SHELL), ("of Python", _PYTHON)):
+    for name, worker in (("of a shell", _SHELL), ("of Python, each with a child,", _PYTHON)):
         us, limit, changed = _kills(ours, worker, max(rounds // 5, 1))
         what = f"1 of {_WORKERS} workers {name} is killed"
         lines += [

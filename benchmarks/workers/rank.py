@@ -4,8 +4,9 @@ A note is one line in the file NOTES: what, rank, attempt, monotonic nanoseconds
 Behaviours:
 
 * `fail HOW [MEGABYTES]`: rank 0 writes so much to standard error and exits with 1 once all
-  others are ready; they `receive` SIGTERM and note it, or `end` by it.  On the last attempt
-  that is allowed, all exit with 0.
+  others are ready; they `receive` SIGTERM and note it, `end` by it, or do as trainers do: all
+  have a child, and they `save`.  On the last attempt that is allowed, all exit with 0.
+* `train`: has a child, and stays until SIGTERM, on which it saves.
 * `leave`: all are ready, then all exit with 0.
 * `print LINES AT_ONCE`: prints numbered lines when the file NOTES is unlocked.
 * `tick LINES SECONDS`: prints the time on every line, SECONDS apart.
@@ -28,6 +29,7 @@ LAST_ATTEMPT = int(os.environ["TORCHELASTIC_MAX_RESTARTS"])
 # torchrun polls for exits every 0.1 s; exits must not be in phase with that.
 _SETTLE_S = 0.1
 _SCATTER_S = 0.1
+_CHECKPOINT = 1 << 20  # bytes
 
 
 def main() -> None:
@@ -36,6 +38,10 @@ def main() -> None:
     match sys.argv[2:]:
         case ["fail", how, *megabytes]:
             fail(how, *map(int, megabytes))
+        case ["train"]:
+            train()
+            note("ready")
+            time.sleep(600)
         case ["leave"]:
             note("ready")
             wait_for_all("ready")
@@ -54,6 +60,8 @@ def fail(how: str, megabytes: int = 0) -> None:
     """Let rank 0 exit with 1, and the others note SIGTERM."""
     if how == "receive":
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    elif how == "save":
+        train()
     note("ready")
     if ATTEMPT == LAST_ATTEMPT:
         return
@@ -71,6 +79,26 @@ def fail(how: str, megabytes: int = 0) -> None:
         note("receives")
     else:
         time.sleep(60)
+
+
+def train() -> None:
+    """Start a child, which loads data, and save on SIGTERM; exit with 143, even ranks with 0."""
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        os.close(writer)
+        os.read(reader, 1)  # until its parent has ended
+        os._exit(0)
+    os.close(reader)
+
+    def save(*_: object) -> None:
+        path = f"{sys.argv[1]}-checkpoint-{RANK}"
+        with open(f"{path}.new", "wb") as file:
+            file.write(bytes(_CHECKPOINT))
+        os.replace(f"{path}.new", path)
+        note("saved")
+        os._exit(143 if RANK % 2 else 0)
+
+    signal.signal(signal.SIGTERM, save)
 
 
 def print_lines(lines: int, at_once: int) -> None:

@@ -24,11 +24,25 @@ def count(event, args):
         compiled += 1
 sys.addaudithook(count)
 from elastic_aio.cli import entry
-sys.argv[1:] = ["run", "--nproc-per-node=2", "--no-python", "/bin/true"]
+sys.argv[1:] = ["run", "--nproc-per-node=2", *sys.argv[1:]]
 code = entry()
 spawned.append({"modules": [*sys.modules]})
 print(json.dumps(spawned))
 sys.exit(code)
+"""
+
+# A script that prints, has a child, and has a handler that saves.
+TRAINER = """
+import os, signal, sys
+def save(*_):
+    open(__file__ + ".saved", "w").close()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+child = os.fork()
+if child == 0:
+    os._exit(0)
+os.waitpid(child, 0)
+print("loss", 0.25, file=sys.stderr)
 """
 
 MODULES_MAX = 75
@@ -57,10 +71,15 @@ urllib zlib
 """Modules of the standard library that such a start does without."""
 
 
-@pytest.fixture(scope="module")
-def spawned() -> list[Any]:
+@pytest.fixture(scope="module", params=["/bin/true", "a trainer"])
+def spawned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What is loaded and compiled when the guardian is spawned, when each worker is, and then."""
-    ended = run_program([sys.executable, "-c", PROGRAM])
+    worker = ["--no-python", request.param]
+    if request.param == "a trainer":
+        script = tmp_path_factory.mktemp("trainer") / "trainer.py"
+        script.write_text(TRAINER)
+        worker = [str(script)]
+    ended = run_program([sys.executable, "-c", PROGRAM, *worker])
     assert ended.code == 0, ended.err
     found: list[Any] = json.loads(ended.out)
     assert len(found) == 4

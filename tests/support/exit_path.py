@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from elastic_aio.agent.driver import Driver
 from elastic_aio.agent.later import load_later_modules, missing_modules
 from elastic_aio.cli import entry
 from elastic_aio.process.children import PidfdWatch
@@ -52,6 +53,7 @@ class Trace:
 def main() -> int:
     directory = Path(sys.argv.pop(1))
     trace = Trace(directory)
+    Driver.has_looked = True  # for lost jobs, while a sibling takes its time to end
     sys.setprofile(trace)
     try:
         return entry()
