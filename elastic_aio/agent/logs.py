@@ -105,12 +105,9 @@ class JobOutput:
         self._run_id = run_id
         self._host = host
         self._nproc = nproc
+        rank, now = spec.rendezvous.node_rank, time.time()
         self._node = NodeRecord(
-            run_id=run_id,
-            host=host,
-            pid=os.getpid(),
-            started_at=time.time(),
-            node_rank=spec.rendezvous.node_rank,
+            run_id=run_id, host=host, pid=os.getpid(), started_at=now, node_rank=rank
         )
         self._publish = publish
         self.capture = Capture()
@@ -370,7 +367,7 @@ class JobOutput:
             return
         if self._tee is None:
             self._tee = Tee(self._on_console_lost)
-        on_lost = self._loss_reporter(fields, path)
+        on_lost = partial(self._report_loss, fields, path)
         if relay is not None and plan.is_captured:
             token = self.capture.follow(self._tee, relay, plan, fields.stream, on_lost, logged)
             self._tokens[attempt].append(token)
@@ -381,7 +378,6 @@ class JobOutput:
         prefix = make_prefix(self._spec.logs.prefix, fields, _timestamp)
         if own_prefix is not None:
             prefix = fixed_prefix(own_prefix)
-
         line_filter = self._line_filter(fields, on_lost) if plan.is_shown else None
         color = self._spec.logs.color
         is_colored = color == "always" or (color == "auto" and sink.is_terminal)
@@ -408,32 +404,27 @@ class JobOutput:
             from elastic_aio.logs.trimmer import LogTrimmer  # most jobs have none
 
             self._trimmer = LogTrimmer(max_bytes)
-        on_lost = self._loss_reporter(fields, path)
 
         def needed() -> int | None:
             return None if self._tee is None or token is None else self._tee.needed(token)
 
         def on_error(why: str) -> None:
-            on_lost(f"max_bytes has no effect on its log file: {why}", 0)
+            self._report_loss(fields, path, f"max_bytes has no effect on its log file: {why}", 0)
 
         self._trimmer.add(path, needed, on_error)
 
-    def _loss_reporter(self, fields: PrefixFields, path: str) -> Callable[[str, int | None], None]:
-
-        def on_lost(why: str, lost: int | None) -> None:
-            self._publish(
-                OutputLost(
-                    attempt=fields.attempt,
-                    rank=fields.rank,
-                    local_rank=fields.local_rank,
-                    stream=fields.stream,
-                    path=path,
-                    why=why,
-                    lost=lost,
-                )
+    def _report_loss(self, fields: PrefixFields, path: str, why: str, lost: int | None) -> None:
+        self._publish(
+            OutputLost(
+                attempt=fields.attempt,
+                rank=fields.rank,
+                local_rank=fields.local_rank,
+                stream=fields.stream,
+                path=path,
+                why=why,
+                lost=lost,
             )
-
-        return on_lost
+        )
 
     def _line_filter(
         self, fields: PrefixFields, on_lost: Callable[[str, int | None], None]
@@ -605,11 +596,9 @@ def _make_file(relay: Relay) -> bool:
 def _choose(inherited: tuple[int, int], out: object, err: object) -> CapturedStreams:
     """Return what is captured; `out` and `err` are text streams in place of inherited streams."""
     if out is not None or err is not None:
-        streams = Std.ALL if out is not None else Std.NONE
-        if out is not None and err is None:
-            streams = Std.OUT if os.isatty(inherited[1]) else Std.ALL
-        elif out is None:
-            streams = Std.ERR
+        streams = Std.ERR
+        if out is not None:
+            streams = Std.OUT if err is None and os.isatty(inherited[1]) else Std.ALL
         return CapturedStreams(streams, is_joined=out is err, has_muted=True)
     if os.isatty(inherited[1]):
         return CapturedStreams(has_muted=True)

@@ -181,7 +181,7 @@ class RunDirectory:
             OSError: the directory cannot be created; not for a full disk if it `may_be_full`.
         """
         if self.path is not None:
-            self._leave_attempt()
+            self._left, self._created = [*self._left, *self._created], []
             self._make(attempt_directory(self.path, attempt), may_be_full=may_be_full)
 
     def _make(self, directory: str, *, may_be_full: bool) -> None:
@@ -320,7 +320,7 @@ class RunDirectory:
 
     def remove_empty(self) -> bool:
         """Remove the empty parts of a temporary run directory; return whether it still exists."""
-        self._leave_attempt()
+        self._left, self._created = [*self._left, *self._created], []
         self.tidy()
         if self.path is None or not self._is_temporary:
             return self.path is not None
@@ -328,18 +328,10 @@ class RunDirectory:
             with suppress(OSError):  # removed by another process
                 return bool(os.listdir(self.path))
             return False
-        for path in reversed(self._below):
-            with suppress(OSError):  # not empty
+        for path in (*reversed(self._below), self.path):
+            with suppress(OSError):  # not empty, or removed by another process
                 os.rmdir(path)
-        try:
-            os.rmdir(self.path)
-        except OSError:
-            pass  # not empty, or removed by another process
         return os.path.exists(self.path)
-
-    def _leave_attempt(self) -> None:
-        self._left += self._created
-        self._created = []
 
     def tidy(self) -> None:
         """Remove what the workers of previous attempts have left without a use."""

@@ -46,10 +46,7 @@ class LineFilter:
         # One write with O_APPEND: the blocks of several workers are not mixed.  O_NONBLOCK: a
         # worker may have put a named pipe there, whose opening would wait for a reader.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC
-        file = os.open(self._path, flags, 0o666)
-        try:
-            if not stat.S_ISREG(os.fstat(file).st_mode):
+        with open(os.open(self._path, flags, 0o666), "wb", buffering=0) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise OSError(errno.EINVAL, "not a regular file", self._path)
-            os.write(file, content)
-        finally:
-            os.close(file)
+            file.write(content)

@@ -97,9 +97,6 @@ class LogTrimmer:
         end -= end % _BLOCK
         if end <= file.freed:
             return
-        descriptor = os.open(file.path, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            free_range(descriptor, file.freed, end)
-        finally:
-            os.close(descriptor)
+        with open(os.open(file.path, os.O_WRONLY | os.O_CLOEXEC), "wb", buffering=0) as opened:
+            free_range(opened.fileno(), file.freed, end)
         file.freed = end

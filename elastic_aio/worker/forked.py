@@ -86,28 +86,19 @@ def _renew_streams() -> None:
     The inherited objects may be of any type (a notebook's, a test's capture), and hold text that
     the parent will write.
     """
-    sys.stdin = sys.__stdin__ = _open_text(0, "<stdin>")  # type: ignore[misc]  # what renewing is
-    sys.stdout = sys.__stdout__ = _open_text(1, "<stdout>")  # type: ignore[misc]  # likewise
-    sys.stderr = sys.__stderr__ = _open_text(2, "<stderr>")  # type: ignore[misc]  # likewise
-    lines.write_lines()
-
-
-def _open_text(descriptor: int, name: str) -> Any:
     import io
 
-    mode = "w" if descriptor else "r"
-    raw: Any = io.FileIO(descriptor, mode, closefd=False)
-    raw.name = name
-    encoding, errors = _ENCODINGS[descriptor]
-    text: Any = io.TextIOWrapper(
-        raw if descriptor else io.BufferedReader(raw),
-        encoding=encoding,
-        errors=errors,
-        newline="\n" if descriptor else None,
-        write_through=True,
-    )
-    text.mode = mode
-    return text
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        mode, newline = ("w", "\n") if descriptor else ("r", None)
+        raw: Any = io.FileIO(descriptor, mode, closefd=False)
+        raw.name = f"<{name}>"
+        buffer = raw if descriptor else io.BufferedReader(raw)
+        encoding, errors = _ENCODINGS[descriptor]
+        text: Any = io.TextIOWrapper(buffer, encoding, errors, newline, write_through=True)
+        text.mode = mode
+        setattr(sys, name, text)
+        setattr(sys, f"__{name}__", text)
+    lines.write_lines()
 
 
 def flush_streams() -> None:

@@ -12,10 +12,7 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import Any
-
-_TOGETHER = 1 << 16  # bytes of a line that are still one write
 
 
 def write_lines() -> None:
@@ -27,16 +24,16 @@ def write_lines() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.reconfigure(line_buffering=True, write_through=False)
-            stream._CHUNK_SIZE = _TOGETHER
+            stream._CHUNK_SIZE = 1 << 16  # bytes of a line that are still one write
             stream.write = _split(stream.write)
         except (AttributeError, OSError, ValueError):
             pass  # there is none, or it is another implementation's
 
 
-def _split(write: "Callable[[str], int]") -> "Callable[[str], int]":
+def _split(write: "Any") -> "Any":
     """Return a `write` of a stream that keeps back what follows the last end of a line."""
 
-    def write_split(text: str, /) -> int:
+    def write_split(text: str, /) -> "Any":
         end = text.rfind("\n") + 1 if isinstance(text, str) else 0
         return write(text[:end]) + write(text[end:]) if 0 < end < len(text) else write(text)
 

@@ -65,13 +65,11 @@ def pending_change() -> PendingChange | None:
     if not path:
         return None
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with open(path, "rb", buffering=0) as file:
+            content = file.read(_SIZE_MAX)
     except OSError:
         return None
-    try:
-        when, _, reason = os.read(file, _SIZE_MAX).decode(errors="replace").partition("\n")
-    finally:
-        os.close(file)
+    when, _, reason = content.decode(errors="replace").partition("\n")
     deadline, number = when.split()
     return PendingChange(reason, float(deadline), int(number))
 

@@ -1,10 +1,9 @@
 """Lets a script write whole lines, and by itself record what ends it and offer its stacks.
 
 A script or module starts with this directory in front of PYTHONPATH, so that `site` imports this
-module first.  The module undoes that: the script finds the variable, `sys.path` and `sys.modules`
-as without it, and so do the processes that it starts; a `sitecustomize` of its own is imported in
-this one's place.  ELASTIC_AIO_STARTUP is set for a worker whose stderr is a terminal, or that has
-deadlines: only such a worker records and offers.
+module first.  The module undoes that: the script and the processes that it starts find everything
+as without it; a `sitecustomize` of its own is imported in this one's place.  A worker whose stderr
+is a terminal, or that has deadlines, has ELASTIC_AIO_STARTUP: only such a one records and offers.
 
 `sys.excepthook` stays as it is, since a script may look at it.  The interpreter itself stores an
 exception that nothing has caught (`sys.last_value`) before it ends: an exit hook, which is the last
@@ -24,25 +23,15 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(_OWN)))
 
 
 def _undo() -> None:
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if paths == [_OWN]:
-        del os.environ["PYTHONPATH"]
-    elif _OWN in paths:  # not the first, if a program between has set the variable
+    paths = os.environ.pop("PYTHONPATH", _OWN).split(os.pathsep)
+    if _OWN in paths:  # not the first, if a program between has set the variable
         paths.remove(_OWN)
+    if paths:
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     if _OWN in sys.path:
         sys.path.remove(_OWN)
     sys.path_importer_cache.pop(_OWN, None)
     sys.modules.pop("sitecustomize", None)
-
-
-def _record_at_exit(path: str) -> None:
-    is_loaded = "atexit" in sys.modules
-    import atexit
-
-    if not is_loaded:
-        del sys.modules["atexit"]
-    atexit.register(_record, path, os.getpid())
 
 
 def _record(path: str, pid: int) -> None:
@@ -68,14 +57,21 @@ def _has_ended_main(error: Exception) -> bool:
     return code.co_name == "<module>" or code.co_filename == "<frozen runpy>"
 
 
-def _use_neighbours(is_watched: bool) -> None:
-    """Write whole lines; let the launcher read the stacks (see `interpreter.offer_stacks`)."""
-    modules, directory = {*sys.modules}, os.path.dirname(_OWN)
-    sys.path.insert(0, directory)
+def _start() -> None:
+    """Write whole lines; in a watched worker, record at the end and offer the stacks."""
+    _undo()
+    is_watched = os.environ.pop("ELASTIC_AIO_STARTUP", "")
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    modules, neighbours = {*sys.modules}, os.path.dirname(_OWN)
+    sys.path.insert(0, neighbours)
     try:
         import lines  # type: ignore[import-not-found]  # the package need not be importable
 
         lines.write_lines()
+        if is_watched and error_file:
+            import atexit
+
+            atexit.register(_record, error_file, os.getpid())
         if is_watched:
             import interpreter  # type: ignore[import-not-found]  # likewise
 
@@ -83,19 +79,10 @@ def _use_neighbours(is_watched: bool) -> None:
     except Exception:  # noqa: BLE001  # another version of Python
         pass  # nothing is buffered; the launcher sees what the kernel shows
     finally:
-        sys.path.remove(directory)
-        sys.path_importer_cache.pop(directory, None)
+        sys.path.remove(neighbours)
+        sys.path_importer_cache.pop(neighbours, None)
         for name in {*sys.modules} - modules:
             del sys.modules[name]
-
-
-def _start() -> None:
-    _undo()
-    is_watched = os.environ.pop("ELASTIC_AIO_STARTUP", "") != ""
-    _use_neighbours(is_watched)
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if is_watched and path:
-        _record_at_exit(path)
 
 
 _start()
