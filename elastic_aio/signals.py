@@ -124,10 +124,6 @@ class _Handlers:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def deliver(self) -> None:
-        for receiver in [*self._receivers]:
-            receiver.deliver()
-
     def receivers_of(self, number: int) -> list[ReceivedSignals]:
         return [receiver for receiver in self._receivers if number in receiver.handled]
 
@@ -196,13 +192,18 @@ class _Handlers:
 _handlers = _Handlers()
 
 
+unread: set[ReceivedSignals] = set()
+"""The receivers of signals that `deliver` handles."""
+
+
 def deliver() -> None:
-    """Handle the signals that have arrived, on this loop, before what has been seen after them.
+    """Handle the `unread` signals, of this loop, before what has been seen after them.
 
     A signal to all processes of a job ends workers too.  A launcher that has waited for a processor
     sees their exits and the signal in one turn.
     """
-    _handlers.deliver()
+    for receiver in [*unread]:
+        receiver.deliver()
 
 
 os.register_at_fork(after_in_child=_handlers.forget)
@@ -268,6 +269,7 @@ class ReceivedSignals:
         self._detach()
         left = sorted({*self._unread, *self._due} - self._discarded)
         self._unread.clear()
+        unread.discard(self)
         self._due.clear()
         for number in left:
             if others := _handlers.receivers_of(number):
@@ -298,13 +300,16 @@ class ReceivedSignals:
             return
         self.on_signal(number)
         self._unread.append(number)
+        if self.handle is not None:
+            unread.add(self)
         if self._waiter is not None and self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(set_result_if_pending, self._waiter, None)
 
     def deliver(self) -> None:
         """Handle what has arrived, if this is the loop that does."""
         if self.handle is None or self._loop is not asyncio.get_running_loop():
-            return
+            return  # of another thread
+        unread.discard(self)
         while self._unread and self._unread[0] != signal.SIGTSTP:
             self.handle(self._unread.popleft())
 

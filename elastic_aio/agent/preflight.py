@@ -233,14 +233,18 @@ def worker_env(spec: LaunchSpec, nproc: int, own: Mapping[str, str]) -> dict[str
     workers on this host OMP_NUM_THREADS defaults to 1.
     """
     # Python writes at once what it prints, so that a kill loses none of it: also in what a command
-    # starts, where `-u` does not reach.  A worker of Python itself writes lines.
-    unbuffered = "1" if isinstance(spec.entrypoint, Command) else "lines"
-    defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "PYTHONUNBUFFERED": unbuffered}
+    # starts, where `-u` does not reach.  A worker of Python itself writes lines, also where the
+    # image of a container has the variable: it is the launcher's then.
+    defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "PYTHONUNBUFFERED": "1"}
+    inherited = without_channels(os.environ)
+    is_own = inherited.get("PYTHONUNBUFFERED") in ("", "0") or isinstance(spec.entrypoint, Command)
+    if not is_own:
+        inherited["PYTHONUNBUFFERED"] = "lines"
     # A crash (SIGSEGV, SIGABRT, SIGBUS, SIGFPE, SIGILL) leaves its stack on standard error.
     defaults["PYTHONFAULTHANDLER"] = "1"
     if nproc > 1:
         defaults["OMP_NUM_THREADS"] = "1"
-    return {**defaults, **without_channels(os.environ), **spec.env, **own}
+    return {**defaults, **inherited, **spec.env, **own}
 
 
 def startup_env(

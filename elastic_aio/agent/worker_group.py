@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from elastic_aio import signals
 from elastic_aio.agent.failures import (
     OomCounts,
     WorkerRecord,
@@ -31,7 +32,6 @@ from elastic_aio.process.rusage import peek_usage
 from elastic_aio.process.tree import Survivor
 from elastic_aio.ranks import WorkerRanks
 from elastic_aio.reasons import compile_patterns
-from elastic_aio.signals import deliver
 from elastic_aio.spec.stop import StopPlan
 from elastic_aio.status import JobStatus
 
@@ -208,7 +208,8 @@ class WorkerGroup:
 
     def _on_exited(self, record: WorkerRecord, ended: ChildExit) -> None:
         """Pass an exit on, so that the others are signalled at once; it is explained later."""
-        deliver()
+        if signals.unread:
+            signals.deliver()
         if self._runtime.attempt != self.attempt:
             return  # it could not be killed, and exits after the end of its attempt
         record.exit = ended

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.children import DEADLINE_S
-from tests.support.cli import CLI, REPOSITORY, run_cli, run_program, running_cli
+from tests.support.cli import CLI, REPOSITORY, run_cli, run_program, running, running_cli
 
 pytestmark = pytest.mark.e2e
 
@@ -104,7 +104,7 @@ WRITES = ["rank 0 {'loss': 0.5}\n", "two\n", "lines\n", "x" * 60000 + "\n", "byt
 def test_a_line_is_one_write(words: list[str], tmp_path: Path) -> None:
     """Each is written when it ends, also before an end that writes out nothing."""
     (tmp_path / "prints.py").write_text(PRINTS)
-    for value in (None, "", "0"):
+    for value in (None, "", "0", "1"):  # the last one is that of many images
         with job_with_writes(*words, env={"PYTHONUNBUFFERED": value}, cwd=tmp_path) as writes:
             assert [*writes] == WRITES
 
@@ -124,14 +124,20 @@ def test_the_error_of_a_script_is_written_by_lines(tmp_path: Path) -> None:
 
 
 def test_a_user_who_wants_no_buffer_has_none(tmp_path: Path) -> None:
-    """By the variable: then text without an end is seen too."""
-    (tmp_path / "prints.py").write_text(
-        "import os, sys\nprint('a')\nsys.stdout.write('b')\nos._exit(0)"
+    """By the variable of the job: then text without an end is seen too."""
+    program = tmp_path / "prints.py"
+    program.write_text("import os, sys\nprint('a')\nsys.stdout.write('b')\nos._exit(0)")
+    launcher = tmp_path / "launcher.py"
+    launcher.write_text(
+        "from elastic_aio import LaunchSpec, run\n"
+        f"run(LaunchSpec({str(program)!r}, env={{'PYTHONUNBUFFERED': '1'}}))"
     )
-    env = {"PYTHONUNBUFFERED": "1"}
-    for options in ([], ["--start-method=forkserver"], ["--run-path"]):
-        with job_with_writes(*options, "prints.py", env={**env}, cwd=tmp_path) as writes:
-            assert [*writes] == ["a", "\n", "b"]
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(DEADLINE_S)
+    with ours, running([sys.executable, str(launcher)], stdout=theirs) as job:
+        theirs.close()
+        assert [*iter(lambda: ours.recv(1 << 17).decode(), "")] == ["a", "\n", "b"]
+        assert job.wait() == 0
 
 
 def test_what_the_workers_programs_print_is_not_delayed(tmp_path: Path) -> None:
