@@ -2,7 +2,8 @@
 
 Run as `python -u forkserver_main.py SOCKET SETTINGS`, by `forkserver`; ends when the other end of
 its socket is closed.  It starts no thread and no event loop, so that its forks are clean copies.
-Only a parent can reap: this process reaps the workers and reports their status.
+Only a parent can reap: this process reaps the workers and reports their status.  So a signal to all
+processes of a job must not end it; its workers begin without what keeps such signals away.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ from typing import Any, NoReturn
 _DESCRIPTORS_MAX = 253
 # Characters of an error that are sent: a message has to fit into the client's buffer.
 _TEXT_MAX = 8192
+# These end the server while it imports modules.
+_STOPS = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM}
+# Not blocked meanwhile: what the kernel sends for faults, or a program that a module starts needs.
+_LEFT = {signal.SIGABRT, signal.SIGBUS, signal.SIGCHLD, signal.SIGFPE, signal.SIGILL}
+_LEFT |= {signal.SIGPIPE, signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP}
 # Imported once, like the user's modules.
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _OURS = ("elastic_aio.worker.bootstrap", "elastic_aio.worker.forked", "elastic_aio.worker.scripts")
@@ -58,8 +64,11 @@ class _Server:
         self._workers: dict[int, int] = {}  # pid by pidfd
         self._poller = select.poll()
         self._poller.register(channel, select.POLLIN)
+        self._handlers: dict[int, Any] = {}  # of workers, for the signals that are ignored here
 
     def serve(self, settings: dict[str, Any]) -> None:
+        # Blocked: handlers that modules install are the workers'.  Their threads inherit that.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _STOPS - _LEFT)
         # Another interpreter's own library goes first.
         path = [*self._path, *(p for p in settings["path"] if p not in self._path)]
         sys.argv[:] = settings["argv"]
@@ -83,6 +92,10 @@ class _Server:
         os.fchdir(directory)
         os.close(directory)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        # Ignored too, since the threads of modules do not block them.  A worker that is being
+        # forked keeps a signal until it has its own handlers.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        self._handlers = {one: signal.signal(one, signal.SIG_IGN) for one in _STOPS}
         # The present objects are exempt from the children's collections: their pages stay shared.
         gc.collect()
         gc.freeze()
@@ -169,6 +182,9 @@ class _Server:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             if request["cpus"]:
                 os.sched_setaffinity(0, request["cpus"])
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
         def call() -> int:
             for descriptor in streams:

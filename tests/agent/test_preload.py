@@ -156,6 +156,67 @@ def test_a_killed_launcher_leaves_no_process_of_a_module(
         until_sync(lambda: not leaked_processes())
 
 
+# ------------------------------------------------------------------ signals to all processes
+
+# The default actions of these end a process.
+SENT = (
+    signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM,
+    signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGIO, signal.SIGPIPE,
+    signal.SIGXCPU, signal.SIGRTMIN, signal.SIGRTMAX,
+)  # fmt: skip
+# As the libraries of numpy and torch do; and a handler that is for the worker.
+THREADED = """
+import os, signal, threading
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+signal.signal(signal.SIGUSR2, lambda *_: os._exit(2))
+os.kill(os.getpid(), signal.SIGUSR1)
+"""
+
+
+async def test_a_signal_to_all_processes_does_not_end_the_server(preloaded: Any) -> None:
+    """A thread of a module takes the signals that it does not block."""
+    spec = preloaded(THREADED, functions.leave_hard, args=[3], max_restarts=1, restart=AT_ONCE)
+    servers = []
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, WorkerStarted):
+            servers.append(int(Path(f"/proc/{event.pid}/stat").read_text().split()[3]))
+            for number in SENT:
+                os.kill(servers[-1], number)
+
+    async with Agent(spec, listeners=[on_event]) as agent:
+        with pytest.raises(JobFailed) as caught:
+            await agent.wait()
+    assert [str(one.status) for one in caught.value.result.failures] == ["exit code 3"]
+    assert len(servers) == 2
+    assert len({*servers}) == 1
+
+
+async def test_a_worker_has_the_signals_of_a_new_process(preloaded: Any) -> None:
+    spec = preloaded("", functions.signal_state)
+    states = [
+        (await launch(one)).return_values[0]
+        for one in (spec, spec.replace(start_method="spawn", preload=[]))
+    ]
+    assert states[0] == states[1]
+
+
+async def test_a_worker_has_the_handlers_of_a_module(preloaded: Any) -> None:
+    """The server never runs them."""
+    code = "import os, signal\nfor number in (10, 12, 15):\n"
+    code += "    signal.signal(number, lambda number, _: os._exit(number))"
+    spec = preloaded(code, functions.sleep)
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        async with Agent(spec) as agent:
+            async for event in agent.events():
+                if isinstance(event, WorkerStarted):
+                    os.kill(event.pid, number)
+                    break
+            with pytest.raises(JobFailed) as caught:
+                await agent.wait()
+        assert caught.value.result.exit_code == number
+
+
 # ------------------------------------------------------------------ stops during imports
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any, NoReturn
 
 
@@ -239,6 +240,12 @@ def say_when_restarted(connection: Any) -> None:
 def close_and_sleep(connection: Any) -> None:
     connection.close()
     time.sleep(99)
+
+
+def signal_state() -> tuple[str, ...]:
+    """Return the masks of blocked, ignored and handled signals (proc_pid_status(5))."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return tuple(line for line in lines if line.startswith(("SigBlk", "SigIgn", "SigCgt")))
 
 
 def kill_self(number: int) -> None:
