@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -55,8 +56,14 @@ def _forget_parent() -> None:
     import atexit
 
     atexit._clear()
-    if process := sys.modules.get("multiprocessing.process"):
-        process._children = set()  # type: ignore[attr-defined]  # as multiprocessing does itself
+    process: Any = sys.modules.get("multiprocessing.process")
+    if process is not None:
+        # A daemonic child of multiprocessing may have no children.  Managers know the parent's key.
+        me = process.current_process()
+        me._config.pop("daemon", None)
+        me._identity, me.name, me._parent_pid = (), "MainProcess", None
+        process._children, process._process_counter = set(), itertools.count(1)
+        process._parent_process = None
     if util := sys.modules.get("multiprocessing.util"):
         util._finalizer_registry.clear()
         util._run_after_forkers()
