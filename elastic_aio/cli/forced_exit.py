@@ -24,6 +24,12 @@ if TYPE_CHECKING:  # the guardian starts before asyncio is imported
 _WAIT_S = 5.0
 """Seconds from the signal to the exit."""
 
+# Those that a program may send.  They are ignored, not blocked, once the exit code is settled: a
+# thread of a plug-in that does not block them would take them.
+_LATE = signal.valid_signals() - {signal.SIGABRT, signal.SIGBUS, signal.SIGCHLD, signal.SIGFPE}
+_LATE -= {signal.SIGILL, signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP, signal.SIGSYS}
+_LATE -= {signal.SIGTRAP}
+
 
 class ForcedExit:
     """Ends this process after a repeated stop signal; `forced_exit` is the only instance."""
@@ -63,20 +69,20 @@ class ForcedExit:
     def handle_late(self) -> None:
         """Handle signals until `close`: the exit code is settled, a signal does not replace it.
 
-        Other signals are blocked.  Idempotent.
+        Other signals are ignored.  Idempotent.
         """
-        handled = [one for one in self._numbers if signal.getsignal(one) is not signal.SIG_IGN]
-        for number in handled:
-            signal.signal(number, self._note_late)
-        signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals() - set(handled))
+        for number in _LATE:
+            is_counted = number in self._numbers and signal.getsignal(number) is not signal.SIG_IGN
+            signal.signal(number, self._note_late if is_counted else signal.SIG_IGN)
 
     def close(self) -> None:
-        """Handle no signal any more: the interpreter restores the default actions.
+        """Ignore all signals: the interpreter restores the default actions of the others.
 
         After a stop signal they are right: the next signal ends the process.
         """
         if not self._last:
-            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            for number in _LATE:
+                signal.signal(number, signal.SIG_IGN)
 
 
 def _exit_later(number: int) -> None:

@@ -26,7 +26,7 @@ from tests.support.children import (
     shell,
     until_sync,
 )
-from tests.support.cli import CLI, REPOSITORY, noted_job, run_program, running
+from tests.support.cli import CLI, REPOSITORY, noted_job, running
 from tests.support.leaks import alive, leaked_processes, state_of
 
 pytestmark = pytest.mark.e2e
@@ -301,22 +301,46 @@ def test_a_signal_that_the_parent_has_blocked_stops_the_job(
         assert job.ended().code == 128 + number
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_after_the_end_changes_no_exit_code(number: signal.Signals) -> None:
-    """It arrives when the handlers have been restored."""
-    code = f"""
-import os, sys
+# A signal arrives after the job, while a thread of a plug-in runs.
+ENDING = """
+import atexit, ctypes, os, sys, threading
 from elastic_aio import cli
 main = cli.main
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+def send():
+    os.kill(os.getpid(), int(os.environ["NUMBER"]))
 def main_and_signal():
     code = main()
-    os.kill(os.getpid(), {int(number)})
+    if os.environ["WHEN"] == "main":
+        send()
+    elif os.environ["WHEN"] == "exit hook":
+        atexit.register(send)
+    else:
+        # A library ends slowly, after the interpreter: it waits for the end of stdin.
+        libc = ctypes.CDLL(None)
+        libc.strdup.restype = ctypes.c_void_p
+        libc.__cxa_atexit(libc.getchar, None, None)
+        libc.__cxa_atexit(libc.perror, ctypes.c_void_p(libc.strdup(b"library")), None)
     return code
 cli.main = main_and_signal
 sys.exit(cli.entry())
 """
-    ended = run_program([sys.executable, "-c", code, "run", "--no-python", "true"])
-    assert (ended.code, "Traceback" in ended.err) == (0, False)
+
+
+@pytest.mark.parametrize("when", ["main", "exit hook", "library"])
+@pytest.mark.parametrize("number", [*STOPS, signal.SIGUSR1, signal.SIGALRM, signal.SIGRTMIN])
+def test_a_signal_after_the_end_changes_no_exit_code(number: int, when: str) -> None:
+    """The handlers have been restored, and a thread does not block it."""
+    argv = [sys.executable, "-c", ENDING, "run", "--no-python", "true"]
+    env = {"NUMBER": str(int(number)), "WHEN": when}
+    with running(argv, env=env, stdin_pipe=True) as command:
+        if when == "library":
+            command.wait_err("^library")
+            command.send(number)
+        assert command.process.stdin is not None
+        command.process.stdin.close()
+        assert command.wait() == 0
+        assert "Traceback" not in command.err
 
 
 # A trainer that has saved when the signal comes, and exits with $CODE.
