@@ -38,6 +38,10 @@ from elastic_aio.errors import HostError
 # Ignored by commands of the background in a shell without job control.
 _OF_BACKGROUND = (signal.SIGINT, signal.SIGQUIT)
 
+# Seconds in which the handlers of two signals are called that have arrived at once.  Their order is
+# not that of arrival: the kernel calls the later one first, the interpreter goes by number.
+_AT_ONCE_S = 0.0005
+
 
 MOMENT_S = 1.0
 """Seconds in which stop signals are one."""
@@ -93,14 +97,17 @@ class _Handlers:
         self._previous: dict[int, Any] = {}
         self._wakeup: tuple[socket.socket, socket.socket] | None = None
         self._previous_wakeup = -1
-        self.resumed_at = 0.0
+        self.suspended_at, self.continued_at = 0.0, float("-inf")  # SIGTSTP and SIGCONT, the last
 
     def add(self, receiver: ReceivedSignals, numbers: Iterable[int]) -> None:
         """Pass these signals to a receiver, except those that are ignored."""
         self._receivers.append(receiver)
         if self._wakeup is None:
             self._open_wakeup()
-        for number in numbers:
+        chosen = {*numbers}
+        if signal.SIGTSTP in chosen:
+            chosen.add(signal.SIGCONT)  # which cancels it
+        for number in chosen:
             if number not in self._previous:
                 previous = signal.getsignal(number)
                 if previous is signal.SIG_IGN:
@@ -143,12 +150,19 @@ class _Handlers:
 
     def _on_signal(self, number: int, frame: object) -> None:
         # Runs at an arbitrary bytecode of the main thread; an event loop does the rest.
+        if number == signal.SIGTSTP:
+            self.suspended_at = time.monotonic()
         over = [receiver for receiver in self._receivers if receiver.is_over]
         for receiver in over:
             receiver.__exit__()
         if not over:  # else it was sent by `leave`
             for receiver in self.receivers_of(number):
-                receiver.put(number)
+                if number in receiver.numbers:
+                    receiver.put(number)
+        if number == signal.SIGCONT:
+            if callable(previous := self._previous.get(number)):
+                previous(number, frame)  # the program has more to do then
+            self.continued_at = time.monotonic()
 
     def _open_wakeup(self) -> None:
         reader, writer = self._wakeup = socket.socketpair()
@@ -314,15 +328,16 @@ class ReceivedSignals:
             self.handle(self._unread.popleft())
 
     def suspend_process(self, since: float) -> None:
-        """Suspend this process as SIGTSTP does, until SIGCONT.
+        """Suspend this process as SIGTSTP does, until SIGCONT, unless that has arrived since.
 
         The first of several receivers of one SIGTSTP does it for all: `since` is when the signal
         was read, in seconds of `time.monotonic`.
         """
-        if _handlers.resumed_at <= since:
+        # A SIGCONT in the microseconds between the look and SIGSTOP has no effect.
+        if min(since, _handlers.suspended_at) > _handlers.continued_at + _AT_ONCE_S:
             # SIGSTOP, since SIGTSTP has a handler here; a shell sees the same state.
             os.kill(os.getpid(), signal.SIGSTOP)
-            _handlers.resumed_at = time.monotonic()
+            _handlers.continued_at = time.monotonic()
 
     def discard(self, numbers: Iterable[int]) -> None:
         """Choose signals that are not sent again on exit: they were for this block only."""

@@ -377,6 +377,45 @@ def test_one_sigtstp_suspends_the_process_once() -> None:
         assert process.out == "resumed\n"
 
 
+SUSPENDED = """
+async def main(received):
+    # No handler in Python can be called meanwhile.
+    os.system(f"for one in {sys.argv[3]}; do kill -$one $PPID; {sys.argv[4]}; done")
+    assert await read(received) == signal.SIGTSTP
+    since = time.monotonic()
+    await asyncio.sleep(0)
+    received.suspend_process(since)
+    received.suspend_process(since)
+
+async def enter():
+    with ReceivedSignals([signal.SIGTSTP]) as received:
+        await main(received)
+
+signal.signal(signal.SIGCONT, lambda *_: print("continued", flush=True))
+if sys.argv[2] == "inside":
+    run(enter)
+else:
+    with ReceivedSignals([signal.SIGTSTP]) as received:
+        run(lambda: main(received))
+os.kill(os.getpid(), signal.SIGCONT)
+"""
+ARRIVED = "while grep -q 'ShdPnd:.*[1-9a-f]' /proc/$PPID/status; do :; done"
+
+
+@loops
+@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("sent", ["TSTP", "TSTP CONT"])
+def test_sigcont_cancels_a_sigtstp_before_it(loop: str, where: str, sent: str) -> None:
+    """It may arrive before the process has suspended itself; the program's handler is called."""
+    argv = [sys.executable, "-c", PRELUDE + SUSPENDED, loop, where, sent, ARRIVED]
+    with running(argv, cwd=ROOT) as process:
+        if sent == "TSTP":
+            until_sync(lambda: state_of(process.pid) == "T", "the suspension")
+            process.send(signal.SIGCONT)
+        assert process.wait() == 0
+        assert process.out == "continued\n" * 2
+
+
 def state_of(pid: int) -> str:
     """Return the state letter of a process (proc(5))."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

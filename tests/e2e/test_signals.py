@@ -207,6 +207,18 @@ def test_suspend_and_continue(tmp_path: Path) -> None:
         assert job.wait() == 0
 
 
+def test_a_job_that_is_continued_at_once_goes_on(tmp_path: Path) -> None:
+    """SIGCONT may arrive before the launcher has suspended itself."""
+    script = noting("until [ -e $NOTES/go ]; do sleep 0.01; done")
+    with noted_job(tmp_path, 2, script) as (job, pids):
+        for _ in range(20):
+            job.send(signal.SIGTSTP)
+            job.send(signal.SIGCONT)
+            until_sync(in_state("SRD", *pids, job.pid), "all continued")
+        (tmp_path / "go").touch()
+        assert job.wait() == 0
+
+
 def test_no_deadline_expires_while_suspended(tmp_path: Path) -> None:
     """The grace period of a stop does not elapse while the job is suspended."""
     path = tmp_path / "events"
