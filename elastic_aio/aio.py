@@ -31,6 +31,9 @@ P = ParamSpec("P")
 Ts = TypeVarTuple("Ts")
 
 
+# Seconds by which a process that runs may notice a time late.
+_LATE_S = 0.5
+
 # How many jobs each loop runs.
 _loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, int] = weakref.WeakKeyDictionary()
 
@@ -464,17 +467,25 @@ class EventReader(Generic[T]):
 
 
 class PausableClock:
-    """A monotonic clock, in seconds, that stands still while the job is suspended."""
+    """A monotonic clock, in seconds, that stands still while the job or this process does.
 
-    # Deadlines of a job that Ctrl-Z has suspended must not all expire when it resumes.
-    # `loop.time()` does not stand still, so `skip` subtracts the time of the suspension.
+    Deadlines of a job must not all expire when Ctrl-Z or a freezer has suspended it.  Nothing tells
+    of a freeze (SIGSTOP, a cgroup, a virtual machine) but an awaited time that is noticed late.
+    Then `now` goes on from where it was last.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._paused_s = 0.0
+        self._paused_s = self._last = 0.0
+        self.awaited: list[float] = []  # `now` is called before a time is dropped
 
     def now(self) -> float:
-        return self._loop.time() - self._paused_s
+        now = self._loop.time() - self._paused_s
+        if now > min(self.awaited, default=now) + _LATE_S:
+            self.skip(now - self._last)
+            now = self._last
+        self._last = now
+        return now
 
     def skip(self, seconds: float) -> None:
         """Leave out the last `seconds`: the job was suspended."""
@@ -487,6 +498,38 @@ class PausableClock:
     async def wait_for(self, *futures: asyncio.Future[Any], seconds: float) -> bool:
         """Wait until one of `futures` is done, but read none; return False after `seconds`."""
         end = self.now() + seconds
-        while not any(future.done() for future in futures) and (left := end - self.now()) > 0:
-            await asyncio.wait(futures, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        self.awaited.append(end)
+        try:
+            while not any(future.done() for future in futures) and (left := end - self.now()) > 0:
+                await asyncio.wait(futures, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self.now()
+            self.awaited.remove(end)
         return any(future.done() for future in futures)
+
+
+class Alarm:
+    """Calls back once, at the time of a clock that was set last; earlier after a freeze."""
+
+    def __init__(self, clock: PausableClock, callback: Callable[[], object]) -> None:
+        """Begin without a time."""
+        self.at: float | None = None
+        self._clock = clock
+        self._callback = callback
+        self._timer: asyncio.TimerHandle
+
+    def set(self, at: float | None) -> None:
+        """Replace the time; None sets none."""
+        now = self._clock.now()
+        if self.at is not None:
+            self._timer.cancel()
+            self._clock.awaited.remove(self.at)
+        self.at = at
+        if at is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(max(0.0, at - now), self._on_time)
+            self._clock.awaited.append(at)
+
+    def _on_time(self) -> None:
+        self.set(None)
+        self._callback()

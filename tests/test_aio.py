@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_aio.aio import (
+    Alarm,
     EventHistory,
     EventReader,
     ForkGuard,
@@ -324,6 +325,79 @@ async def test_skipped_times_add_up() -> None:
     loop.call_later(105, clock.skip, 100)
     await clock.sleep(10)
     assert loop.time() - began == pytest.approx(210, abs=1)
+
+
+def freeze(seconds: float) -> None:
+    """Let time pass in which no event loop runs."""
+    loop: Any = asyncio.get_running_loop()
+    loop._jumper.skipped += seconds
+
+
+@pytest.mark.virtual_clock
+@pytest.mark.parametrize("asks", [True, False])
+async def test_time_in_which_this_process_did_not_run_does_not_count(asks: bool) -> None:
+    """Neither for the waiter nor for a message that is read first."""
+    clock, loop = PausableClock(), asyncio.get_running_loop()
+    began = loop.time()
+    loop.call_later(40, clock.now)
+
+    def thaw() -> None:
+        freeze(1000)
+        if asks:
+            assert clock.now() - began == pytest.approx(40, abs=0.1)
+            assert clock.now() - began == pytest.approx(40, abs=0.1)  # once for all waiters
+
+    loop.call_later(50, thaw)
+    other = asyncio.ensure_future(clock.sleep(70))
+    await clock.sleep(60)
+    assert loop.time() - began == pytest.approx(1070, abs=0.1)
+    assert not other.done()
+    await other
+    assert loop.time() - began == pytest.approx(1080, abs=0.1)
+
+
+@pytest.mark.virtual_clock
+async def test_a_freeze_is_noticed_by_what_is_awaited_meanwhile() -> None:
+    """A future is done first, and what counts on the same clock goes on from there."""
+    clock, loop = PausableClock(), asyncio.get_running_loop()
+    began, future = clock.now(), loop.create_future()
+
+    def thaw() -> None:
+        freeze(1000)
+        future.set_result(None)
+
+    loop.call_later(5, thaw)
+    assert await clock.wait_for(future, seconds=60)
+    assert clock.now() - began < 10
+
+
+@pytest.mark.virtual_clock
+async def test_time_in_which_the_loop_was_a_little_late_counts() -> None:
+    clock, loop = PausableClock(), asyncio.get_running_loop()
+    began = loop.time()
+    loop.call_later(50, freeze, 10.4)
+    await clock.sleep(60)
+    assert loop.time() - began == pytest.approx(60.4, abs=0.05)
+    assert clock.now() - began == pytest.approx(60.4, abs=0.05)
+
+
+@pytest.mark.virtual_clock
+async def test_an_alarm_calls_at_the_time_that_was_set_last() -> None:
+    clock, loop = PausableClock(), asyncio.get_running_loop()
+    began, calls = clock.now(), []
+    alarm = Alarm(clock, lambda: calls.append(round(clock.now() - began)))
+    for at in (5, 10, None, 20, 15):
+        alarm.set(None if at is None else began + at)
+    await asyncio.sleep(30)
+    assert (calls, alarm.at) == ([15], None)
+    alarm.set(began + 90)
+    loop.call_later(10, freeze, 1000)
+    await asyncio.sleep(1000)
+    assert calls == [15, 30]  # early: the time since the last look is left out
+    alarm.set(began)
+    await asyncio.sleep(1)
+    assert calls == [15, 30, 30]
+    assert clock.awaited == []
 
 
 @pytest.mark.virtual_clock

@@ -24,7 +24,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from elastic_aio.agent.failures import WorkerRecord
-from elastic_aio.aio import PausableClock, cancel_and_wait, create_task
+from elastic_aio.aio import Alarm, PausableClock, cancel_and_wait, create_task
 from elastic_aio.errors import HostError, SpawnError
 from elastic_aio.events import Event
 from elastic_aio.process import proc
@@ -78,7 +78,9 @@ class Liveness:
         self._directory = directory
         # A message may be noticed late by an eighth of a limit.
         period = min([PERIOD_S, *(limit / 8 for limit in spec.liveness.deadlines)])
-        self._sockets = NotifySockets(self._on_message, self._worker_of_session, period=period)
+        self._sockets = NotifySockets(
+            self._on_message, self._worker_of_session, clock, period=period
+        )
         self._watchdog: Watchdog | None = None
         self._make_probes = make_probes
         self._probes: Probes | None = None
@@ -89,7 +91,7 @@ class Liveness:
         self._is_stopping = False
         self._succeeded_at: float | None = None
         self._unfinished_after = unfinished_after
-        self._unfinished: asyncio.TimerHandle | None = None
+        self._unfinished = Alarm(clock, self._on_unfinished)
 
     def __repr__(self) -> str:
         return f"<Liveness of attempt {self._attempt}, {self._watchdog or 'no watchdog'}>"
@@ -215,14 +217,9 @@ class Liveness:
     def _note_success(self, at: float) -> None:
         if self._succeeded_at is None or at < self._succeeded_at:
             self._succeeded_at = at
-            if self._unfinished is not None:
-                self._unfinished.cancel()
-            delay = max(0.0, at + self._unfinished_after - self._clock.now())
-            loop = asyncio.get_running_loop()
-            self._unfinished = loop.call_later(delay, self._on_unfinished)
+            self._unfinished.set(at + self._unfinished_after)
 
     def _on_unfinished(self) -> None:
-        self._unfinished = None
         if self._sockets.local_ranks and self._succeeded_at is not None and not self._is_stopping:
             with suppress(OSError, ImportError):
                 self._loaded()  # which reports them
@@ -239,9 +236,7 @@ class Liveness:
     def end_deadlines(self) -> None:
         """End all deadlines: the workers are being stopped.  Idempotent."""
         self._is_stopping = True
-        if self._unfinished is not None:
-            self._unfinished.cancel()
-            self._unfinished = None
+        self._unfinished.set(None)
         if self._watchdog is not None:
             self._watchdog.end_deadlines()
         if self._probes is not None:
@@ -316,6 +311,7 @@ class NotifySockets:
         self,
         on_message: Callable[[int, bytes], None],
         find_worker: Callable[[int], int | None],
+        clock: PausableClock,
         *,
         period: float,
     ) -> None:
@@ -327,13 +323,14 @@ class NotifySockets:
         self.address = ""  # for `NOTIFY_SOCKET`; empty before `open_address`
         self._on_message = on_message
         self._find_worker = find_worker
+        self._clock = clock
         self._period = period
         self._ends: dict[int, int] = {}  # descriptors by local rank
         self._shared: socket.socket | None = None
         self._readers: dict[int, Callable[[int], int]] = {}  # by descriptor
         # Descriptors, in the order in which they are read; True: it was empty the last time.
         self._paused: dict[int, bool] = {}
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = Alarm(clock, self._on_period)
 
     def __repr__(self) -> str:
         return f"<NotifySockets of {len(self._ends)} workers>"
@@ -393,9 +390,7 @@ class NotifySockets:
             self._remove_reader(self._shared.fileno())
             self._shared.close()
             self._shared = None
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._timer.set(None)
 
     def read_all(self) -> None:
         """Read what has arrived: the event loop may have been blocked since."""
@@ -415,14 +410,13 @@ class NotifySockets:
         loop = asyncio.get_running_loop()
         loop.remove_reader(descriptor)
         self._paused[descriptor] = False
-        if self._timer is None:
-            self._timer = loop.call_later(self._period, self._on_period)
+        if self._timer.at is None:
+            self._timer.set(self._clock.now() + self._period)
         self._readers[descriptor](_BURST)
 
     def _on_period(self) -> None:
         """Read the sockets that have been read before; wait for those that are empty now."""
-        loop = asyncio.get_running_loop()
-        self._timer, left = None, _PERIOD_MAX
+        loop, left = asyncio.get_running_loop(), _PERIOD_MAX
         for descriptor, was_empty in [*self._paused.items()]:
             if left <= 0:
                 break
@@ -434,7 +428,7 @@ class NotifySockets:
             else:
                 loop.add_reader(descriptor, self._on_readable, descriptor)
         if self._paused:
-            self._timer = loop.call_later(self._period, self._on_period)
+            self._timer.set(self._clock.now() + self._period)
 
     def _read(self, local_rank: int, descriptor: int, limit: int) -> int:
         """Read at most `limit` messages of a worker; return their number."""

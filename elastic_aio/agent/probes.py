@@ -22,6 +22,7 @@ from msgspec import Struct
 
 from elastic_aio.agent.failures import WorkerRecord
 from elastic_aio.aio import (
+    Alarm,
     PausableClock,
     cancel_and_wait,
     create_task,
@@ -104,7 +105,7 @@ class Probes:
         self._commands: set[Child] = set()
         self._reading: asyncio.Task[None] | None = None
         self._lines: dict[int, str] = {}  # the first that matches, by rank
-        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm = Alarm(clock, self._on_alarm)
         self._addresses: dict[tuple[str, int], list[Address]] = {}
         self._lookups: dict[tuple[str, int], asyncio.Task[list[Address]]] = {}
         self._context: ssl.SSLContext | None = None
@@ -171,15 +172,9 @@ class Probes:
     # ------------------------------------------------------------------ the timer
 
     def _set_alarm(self) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
-        if (due := self._table.next_due) is not None:
-            delay = max(0.0, due - self._clock.now())
-            self._alarm = asyncio.get_running_loop().call_later(delay, self._on_alarm)
+        self._alarm.set(self._table.next_due)
 
     def _on_alarm(self) -> None:
-        self._alarm = None
         for local_rank, probe in self._table.take_due(self._clock.now()):
             asking = self._ask(local_rank, probe)
             task = create_task(asking, name=f"probe of local rank {local_rank}")

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from elastic_aio.aio import PausableClock, cancel_and_wait, create_task, run_in_thread
+from elastic_aio.aio import Alarm, PausableClock, cancel_and_wait, create_task, run_in_thread
 from elastic_aio.events import (
     DeadlineMissed,
     Event,
@@ -101,8 +101,7 @@ class Watchdog:
         self._workers: Mapping[int, WatchedWorker] = {}
         self._attempt = 0
         self._agreed_change, self._has_excluded = -1, False
-        self._alarm: asyncio.TimerHandle | None = None
-        self._alarm_at = 0.0
+        self._alarm = Alarm(clock, self._on_alarm)
         self._is_reading = False
         self._missed: list[MissedDeadline] = []
         self._expired: list[WorkerTimer] = []
@@ -214,8 +213,7 @@ class Watchdog:
 
     async def aclose(self) -> None:
         self.end_deadlines()
-        if self._alarm is not None:
-            self._alarm.cancel()
+        self._alarm.set(None)
         if self.pipe is not None:
             self.pipe.close()
         tasks = [*self._polls] if self._examination is None else [*self._polls, self._examination]
@@ -243,19 +241,12 @@ class Watchdog:
 
     def _set_alarm(self, deadline: float | None) -> None:
         """Set the alarm, unless it is set to an earlier time already: then it is set again."""
-        if deadline is None or self._is_reading:
-            return
-        if self._alarm is not None:
-            if self._alarm_at <= deadline:
-                return
-            self._alarm.cancel()
-        self._alarm_at = deadline
-        delay = max(0.0, deadline - self._clock.now())
-        self._alarm = asyncio.get_running_loop().call_later(delay, self._on_alarm)
+        at = self._alarm.at
+        if deadline is not None and not self._is_reading and (at is None or deadline < at):
+            self._alarm.set(deadline)
 
     def _on_alarm(self) -> None:
         """Read what may have been sent before the deadline, then look."""
-        self._alarm = None
         self._read_messages()
         if self.pipe is None:
             self._expire()
@@ -328,7 +319,7 @@ class Watchdog:
                 self._tree().signal_leaders(timer.signal, worker.pid)
 
     async def _find_stuck(self, seconds: float) -> None:
-        worker = await find_stuck(seconds, self._running)
+        worker = await find_stuck(seconds, self._clock, self._running)
         await self.dump(f"process {worker.pid} is in an uninterruptible system call")
         self._on_stuck(worker.ranks.local_rank)
 
@@ -528,14 +519,14 @@ def _is_idle(former: Activity, present: Activity, seconds: float) -> bool:
 
 
 async def find_stuck(
-    seconds: float, running: Callable[[], Sequence[WatchedWorker]]
+    seconds: float, clock: PausableClock, running: Callable[[], Sequence[WatchedWorker]]
 ) -> WatchedWorker:
     """Return the first worker that is in one uninterruptible system call for `seconds`."""
     # That is state D of proc_pid_status(5).  Such a call waits for a device or a file server, and
     # no signal ends it.
     former: dict[int, tuple[list[bytes], float]] = {}
     while True:
-        now = time.monotonic()
+        now = clock.now()
         present: dict[int, tuple[list[bytes], float]] = {}
         for worker in running():
             if (wait := _uninterruptible_wait(worker.pid)) is not None:
@@ -546,7 +537,7 @@ async def find_stuck(
                     return worker
                 present[worker.pid] = wait, since
         former = present
-        await asyncio.sleep(seconds / _LOOKS_AT_STUCK)
+        await clock.sleep(seconds / _LOOKS_AT_STUCK)
 
 
 def _uninterruptible_wait(pid: int) -> list[bytes] | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from elastic_aio.aio import PausableClock
 from elastic_aio.process import proc
 from elastic_aio.watch.watchdog import find_stuck
 
@@ -29,7 +30,7 @@ async def test_many_short_calls_are_no_long_one(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(proc, "read_status", show)
     worker: Any = SimpleNamespace(pid=7)
-    finding = asyncio.ensure_future(find_stuck(0.01, lambda: [worker]))
+    finding = asyncio.ensure_future(find_stuck(0.01, PausableClock(), lambda: [worker]))
     await progressed.wait()
     assert not finding.done()
     has_stopped = True
