@@ -28,39 +28,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from msgspec.structs import replace
 
+from elastic_aio.agent import machine
 from elastic_aio.agent.event_log import EventWriter
 from elastic_aio.agent.failures import WorkerRecord
 from elastic_aio.agent.logs import JobOutput
-from elastic_aio.agent.machine import (
-    AgentMachine,
-    BackOff,
-    BackoffElapsed,
-    CallDecide,
-    CancelBackOff,
-    DecisionFailed,
-    DecisionMade,
-    Effect,
-    EffectResult,
-    ExclusionReceived,
-    Finish,
-    GroupStarted,
-    GroupStopped,
-    Input,
-    PreemptionReceived,
-    ProgressMade,
-    Publish,
-    RestartReceived,
-    ShowChange,
-    SingleNodeMachine,
-    Start,
-    StartFailed,
-    StartGroup,
-    StopGroup,
-    StopReceived,
-    WorkerEnded,
-    WorkerHung,
-    WorkersAgreed,
-)
 from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.agent.worker_group import WorkerGroup
 from elastic_aio.aio import (
@@ -133,7 +104,7 @@ class Group(Protocol):
     async def stop_processes(self, plan: StopPlan) -> list[Survivor]:
         """Stop every process of the attempt."""
 
-    def end_linger(self, stop: StopReceived | None = None) -> None:
+    def end_linger(self, stop: machine.StopReceived | None = None) -> None:
         """Wait no longer for what workers have left behind."""
 
     async def close(self) -> None:
@@ -242,7 +213,7 @@ class BaseDriver(ABC):
         self, reason: str, signal: int | None = None, plan: StopPlan | None = None
     ) -> None:
         """End the job by its stop plan or by `plan`, which then starts with `signal`."""
-        self.receive(StopReceived(reason, signal, plan))
+        self.receive(machine.StopReceived(reason, signal, plan))
 
     @abstractmethod
     def request_restart(self, reason: str) -> None:
@@ -261,7 +232,7 @@ class BaseDriver(ABC):
         """
 
     @abstractmethod
-    def kill(self, reason: str = "", stop: StopReceived | None = None) -> None:
+    def kill(self, reason: str = "", stop: machine.StopReceived | None = None) -> None:
         """Shorten every stop to SIGKILL because of `reason`, and end the job by `stop`."""
 
     @abstractmethod
@@ -408,7 +379,7 @@ class BaseDriver(ABC):
 
     def _on_defect(self, effect: Any, error: BaseException) -> None:
         """End the job after a defect of ours; no process may be left."""
-        if isinstance(effect, Finish):
+        if isinstance(effect, machine.Finish):
             self.error = self.error or error
             self._settle()
         elif not self._is_broken:
@@ -417,14 +388,14 @@ class BaseDriver(ABC):
     def _abort(self, error: BaseException) -> None:
         self._is_broken = True
         outcome = JobOutcome(JobState.FAILED, f"internal error: {error!r}", 1)
-        finish = Finish(outcome, error)
+        finish = machine.Finish(outcome, error)
         self._run(finish, self._kill_and_finish(finish))
 
     @abstractmethod
-    async def _kill_and_finish(self, finish: Finish) -> None:
+    async def _kill_and_finish(self, finish: machine.Finish) -> None:
         """Kill all processes after a defect, and end."""
 
-    def _end(self, effect: Finish, result: LaunchResult, attempt: int) -> None:
+    def _end(self, effect: machine.Finish, result: LaunchResult, attempt: int) -> None:
         """Publish the result: the job is over, and `attempt` was its last."""
         outcome = effect.outcome
         self.result, self.outcome, self.error = result, outcome, effect.error
@@ -454,20 +425,22 @@ class Driver(BaseDriver):
     """Whether a job of this program has looked for lost jobs: it reads every process."""
 
     def __init__(
-        self, runtime: LocalRuntime, machine: AgentMachine, event_log: EventWriter
+        self, runtime: LocalRuntime, decides: machine.AgentMachine, event_log: EventWriter
     ) -> None:
         super().__init__(runtime.spec, runtime.run_id, event_log)
         self.group: Group | None = None
         self._runtime = runtime
-        self._machine = machine
+        self._machine = decides
         self._attempts: deque[AttemptResult] = deque(maxlen=_ATTEMPTS_MAX)
         self._began = runtime.clock.now()
         self._waiting: asyncio.Task[Any] | None = None
         self._stopping: asyncio.Task[Any] | None = None
         self._shows_change = self._has_forwarded = False
-        runtime.liveness.on_agreed = lambda *agreed: self.receive(WorkersAgreed(*agreed))
-        runtime.liveness.on_progress = lambda attempt: self.receive(ProgressMade(attempt))
-        runtime.liveness.on_excluded = lambda *excluded: self.receive(ExclusionReceived(*excluded))
+        runtime.liveness.on_agreed = lambda *agreed: self.receive(machine.WorkersAgreed(*agreed))
+        runtime.liveness.on_progress = lambda attempt: self.receive(machine.ProgressMade(attempt))
+        runtime.liveness.on_excluded = lambda *excluded: self.receive(
+            machine.ExclusionReceived(*excluded)
+        )
 
     def __repr__(self) -> str:
         return f"<Driver of run {self._runtime.run_id}: {self._machine!r}>"
@@ -508,13 +481,13 @@ class Driver(BaseDriver):
 
     @property
     def has_progress(self) -> bool:
-        return isinstance(self._machine, SingleNodeMachine) and self._machine.has_progress
+        return isinstance(self._machine, machine.SingleNodeMachine) and self._machine.has_progress
 
     @property
     def is_permanent(self) -> bool:
-        machine = self._machine
+        one = self._machine
         return super().is_permanent or (
-            isinstance(machine, SingleNodeMachine) and machine.is_permanent
+            isinstance(one, machine.SingleNodeMachine) and one.is_permanent
         )
 
     async def open(self) -> None:
@@ -537,13 +510,13 @@ class Driver(BaseDriver):
                 keeps_logs=not spec.logs.is_off,
             )
         )
-        self._begin(Start())
+        self._begin(machine.Start())
 
     # -------------------------------------------------------------- requests
 
     def request_restart(self, reason: str) -> None:
         self.check_restart()
-        self.receive(RestartReceived(reason))
+        self.receive(machine.RestartReceived(reason))
 
     def check_restart(self) -> None:
         self._runtime.entrypoint.check_further()
@@ -551,14 +524,14 @@ class Driver(BaseDriver):
     def request_preemption(self, reason: str, seconds: float | None = None) -> bool:
         left = self._runtime.spec.preemption.deadline if seconds is None else seconds
         now = self._runtime.clock.now()
-        notice = PreemptionReceived(reason, wall_clock() + left, left, now + left)
+        notice = machine.PreemptionReceived(reason, wall_clock() + left, left, now + left)
         is_accepted = self._machine.accepts(notice)
         self.receive(notice)
         return is_accepted
 
-    def kill(self, reason: str = "", stop: StopReceived | None = None) -> None:
+    def kill(self, reason: str = "", stop: machine.StopReceived | None = None) -> None:
         """Shorten every stop to SIGKILL because of `reason`, and end the job by `stop`."""
-        stop = stop or StopReceived("an immediate stop was requested")
+        stop = stop or machine.StopReceived("an immediate stop was requested")
         # First: a stop that begins sends its first signal at once.
         self._runtime.tree.escalate_to_kill(reason or stop.reason)
         self.receive(stop)
@@ -588,16 +561,16 @@ class Driver(BaseDriver):
 
     # ---------------------------------------------------------------- inputs
 
-    def _prepare(self, received: Input) -> None:
-        kept = EffectResult | RestartReceived | PreemptionReceived
+    def _prepare(self, received: machine.Input) -> None:
+        kept = machine.EffectResult | machine.RestartReceived | machine.PreemptionReceived
         if self.group is not None and not isinstance(received, kept):
             # What follows does not wait for what workers have left.
-            self.group.end_linger(received if isinstance(received, StopReceived) else None)
+            self.group.end_linger(received if isinstance(received, machine.StopReceived) else None)
 
-    def _handle(self, received: Input) -> list[Effect]:
+    def _handle(self, received: machine.Input) -> list[machine.Effect]:
         effects = self._machine.handle(received)
         for effect in effects:  # the signals of a stop precede all other effects
-            if isinstance(effect, StopGroup) and not effect.leftovers_only:
+            if isinstance(effect, machine.StopGroup) and not effect.leftovers_only:
                 self._current_group.begin_stop(effect.plan)
         return effects
 
@@ -605,7 +578,7 @@ class Driver(BaseDriver):
         group = self._current_group
         record = group.records[local_rank]
         self.receive(
-            WorkerEnded(
+            machine.WorkerEnded(
                 group.attempt,
                 local_rank,
                 ended.status,
@@ -617,23 +590,23 @@ class Driver(BaseDriver):
     def _on_stuck(self, failure: Failure) -> None:
         attempt, local_rank = self._current_group.attempt, failure.local_rank
         why = "another attempt would need what this worker holds"
-        stuck = StartFailed(attempt, failure.message, True, 1, local_rank, why)
+        stuck = machine.StartFailed(attempt, failure.message, True, 1, local_rank, why)
         self.receive(stuck)
 
     def _on_hung(self, local_rank: int, why: str) -> None:
-        self.receive(WorkerHung(self._current_group.attempt, local_rank, why))
+        self.receive(machine.WorkerHung(self._current_group.attempt, local_rank, why))
 
     async def dump(self, reason: str) -> StackDump:
         return await self._runtime.liveness.dump(reason)
 
-    def _perform(self, effect: Effect) -> None:
+    def _perform(self, effect: machine.Effect) -> None:
         match effect:
-            case Publish(event):
+            case machine.Publish(event):
                 self._event_log.append(event)
-            case StartGroup():
+            case machine.StartGroup():
                 self.group = self._make_group(effect)
                 self._run(effect, self._start_group(effect))
-            case StopGroup():
+            case machine.StopGroup():
                 if not effect.leftovers_only:
                     self._current_group.announce_stop(
                         effect.plan, effect.reason, effect.signal, is_ordered=effect.is_ordered
@@ -641,18 +614,18 @@ class Driver(BaseDriver):
                 if self._stopping is not None:
                     self._abandon(self._stopping)  # by a longer plan
                 self._stopping = self._run(effect, self._stop_group(effect))
-            case CallDecide():
+            case machine.CallDecide():
                 self._waiting = self._run(effect, self._decide(effect))
-            case BackOff():
+            case machine.BackOff():
                 self._waiting = self._run(effect, self._back_off(effect))
-            case CancelBackOff():
+            case machine.CancelBackOff():
                 self._cancel_waiting()
-            case ShowChange():
+            case machine.ShowChange():
                 self._show_change(effect)
-            case Finish():
+            case machine.Finish():
                 self._run(effect, self._finish(effect))
 
-    def _show_change(self, change: ShowChange) -> None:
+    def _show_change(self, change: machine.ShowChange) -> None:
         """Show the workers a change by a file, and a preemption by a signal too, but only once."""
         if change.time_left is None and not self._shows_change:
             return
@@ -675,17 +648,17 @@ class Driver(BaseDriver):
             self._abandon(self._waiting)
             self._waiting = None
 
-    def _on_cancelled(self, effect: Effect) -> None:
-        if isinstance(effect, StopGroup):
+    def _on_cancelled(self, effect: machine.Effect) -> None:
+        if isinstance(effect, machine.StopGroup):
             self._run(effect, self._stop_group(effect))
-        elif isinstance(effect, Finish):
+        elif isinstance(effect, machine.Finish):
             self._run(effect, self._finish(effect))
 
     def _abort(self, error: BaseException) -> None:
         self._cancel_waiting()
         super()._abort(error)
 
-    async def _kill_and_finish(self, finish: Finish) -> None:
+    async def _kill_and_finish(self, finish: machine.Finish) -> None:
         self._runtime.tree.escalate_to_kill(finish.outcome.why)
         if self.group is not None:
             await self.group.stop_processes(self._runtime.spec.stop)
@@ -693,7 +666,7 @@ class Driver(BaseDriver):
 
     # --------------------------------------------------------------- effects
 
-    def _make_group(self, effect: StartGroup) -> Group:
+    def _make_group(self, effect: machine.StartGroup) -> Group:
         placement, nproc = effect.placement, self._runtime.nproc
         if placement is None:
             (node,) = assign_node_ranks([NodeSize(self._runtime.spec.role, nproc)])
@@ -721,20 +694,20 @@ class Driver(BaseDriver):
         assert self.group is not None, "the state machine starts a group first"
         return self.group
 
-    async def _start_group(self, effect: StartGroup) -> Input:
+    async def _start_group(self, effect: machine.StartGroup) -> machine.Input:
         try:
             await self._current_group.start()
         except SpawnError as error:
-            return StartFailed(
+            return machine.StartFailed(
                 effect.attempt, str(error), error.permanent, error.exit_code, error.local_rank
             )
         except HostError as error:
-            return StartFailed(effect.attempt, str(error), False, 1, 0)
+            return machine.StartFailed(effect.attempt, str(error), False, 1, 0)
         if self.finds_lost_jobs:
             self.finds_lost_jobs = False
             finding = create_task(self._find_lost_jobs(), name="find lost jobs")
             self.done.add_done_callback(lambda _: finding.cancel())
-        return GroupStarted(effect.attempt, self._runtime.clock.now())
+        return machine.GroupStarted(effect.attempt, self._runtime.clock.now())
 
     async def _find_lost_jobs(self) -> None:
         await asyncio.sleep(_QUIET_S)  # the workers start, and need the CPUs
@@ -748,13 +721,13 @@ class Driver(BaseDriver):
             if not self.done.done():
                 self._event_log.append(found)
 
-    async def _stop_group(self, effect: StopGroup) -> GroupStopped:
+    async def _stop_group(self, effect: machine.StopGroup) -> machine.GroupStopped:
         group = self._current_group
         survivors = await group.stop(effect.plan, leftovers_only=effect.leftovers_only)
         result = await group.result()
         self._attempts.append(result)
         now = self._runtime.clock.now()
-        return GroupStopped(
+        return machine.GroupStopped(
             effect.attempt,
             now,
             result.failures,
@@ -764,7 +737,7 @@ class Driver(BaseDriver):
             group.ready_at,
         )
 
-    async def _decide(self, effect: CallDecide) -> Input:
+    async def _decide(self, effect: machine.CallDecide) -> machine.Input:
         decide = self._runtime.spec.restart.decide
         assert decide is not None, "the state machine asks only if there is a callback"
         deciding = create_task(call_decide(decide, effect.failure), name="restart.decide")
@@ -773,19 +746,19 @@ class Driver(BaseDriver):
         finally:
             deciding.cancel()  # not waited for: the callback is the user's
         if not deciding.done():
-            return DecisionFailed(effect.attempt, why_undecided(DECIDE_TIMEOUT))
+            return machine.DecisionFailed(effect.attempt, why_undecided(DECIDE_TIMEOUT))
         decision = deciding.result()
         if isinstance(decision, RestartAction):
-            return DecisionMade(effect.attempt, decision)
-        return DecisionFailed(effect.attempt, why_undecided(decision), decision)
+            return machine.DecisionMade(effect.attempt, decision)
+        return machine.DecisionFailed(effect.attempt, why_undecided(decision), decision)
 
-    async def _back_off(self, effect: BackOff) -> Input:
+    async def _back_off(self, effect: machine.BackOff) -> machine.Input:
         await self._runtime.clock.sleep(effect.delay)
-        return BackoffElapsed(effect.attempt)
+        return machine.BackoffElapsed(effect.attempt)
 
-    async def _finish(self, effect: Finish) -> None:
+    async def _finish(self, effect: machine.Finish) -> None:
         outcome = effect.outcome
-        self._show_change(ShowChange())
+        self._show_change(machine.ShowChange())
         if self.group is not None:
             await self.group.close()
         if outcome.state is not JobState.FAILED:

@@ -10,22 +10,13 @@ from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
+from elastic_aio import reasons
 from elastic_aio.aio import run_in_thread
 from elastic_aio.logs.log_file import read_end
 from elastic_aio.logs.paths import StreamPlan, WorkerLogs
 from elastic_aio.outcome import ExitStatus, Failure, WorkerError, WorkerResult, root_cause_first
 from elastic_aio.process.children import ChildExit
 from elastic_aio.ranks import WorkerRanks
-from elastic_aio.reasons import (
-    LOST_PEER,
-    before_dump,
-    has_sign_of_lost_peer,
-    known_cause,
-    last_words,
-    may_be_lost_peer,
-    plain_lines,
-    reason_of,
-)
 from elastic_aio.text import counted, format_duration, one_line
 from elastic_aio.worker.errorfile import ERROR_FILE_MAX, NEAR_S, is_of_program, parse_error_file
 
@@ -209,7 +200,7 @@ def _last_lines(lines: Sequence[str]) -> tuple[str, ...]:
 
 def _with_reason(failure: Failure, stderr: Sequence[str], oom_kills: str) -> Failure:
     message = failure.error.message if failure.error else failure.message
-    reason, cause = _explain(failure.status, message, before_dump(stderr), oom_kills)
+    reason, cause = _explain(failure.status, message, reasons.before_dump(stderr), oom_kills)
     return replace(failure, reason=reason, cause=cause)
 
 
@@ -217,8 +208,8 @@ def _explain(
     status: ExitStatus, message: str, stderr: Sequence[str], oom_kills: str = ""
 ) -> tuple[str, str]:
     """Return why a worker failed in one line, and the name of a known cause."""
-    reason = reason_of(message, stderr, code=status.code, signal=status.signal)
-    cause, is_proven = known_cause(
+    reason = reasons.reason_of(message, stderr, code=status.code, signal=status.signal)
+    cause, is_proven = reasons.known_cause(
         reason,
         [*message.splitlines()[:_CAUSE_LINES], *stderr[-_CAUSE_LINES:]],
         code=status.code,
@@ -242,13 +233,13 @@ def is_lost_peer_now(worker: WorkerRecord) -> bool:
     status = worker.status
     if status.is_success or worker.is_victim:
         return False
-    if not may_be_lost_peer(status.code, status.signal):
+    if not reasons.may_be_lost_peer(status.code, status.signal):
         return False
     ends = _end_of_file(worker.logs.stderr.path, _TAIL_BYTES) + worker.unkept
     error = _end_of_file(worker.logs.error_file, ERROR_FILE_MAX)
-    if not (has_sign_of_lost_peer(ends) or has_sign_of_lost_peer(error)):
+    if not (reasons.has_sign_of_lost_peer(ends) or reasons.has_sign_of_lost_peer(error)):
         return False
-    return _explain_now(worker)[1] == LOST_PEER
+    return _explain_now(worker)[1] == reasons.LOST_PEER
 
 
 def _explain_now(worker: WorkerRecord) -> tuple[str, str]:
@@ -256,7 +247,7 @@ def _explain_now(worker: WorkerRecord) -> tuple[str, str]:
     _, lines = _read_tail(worker.logs.stderr.path, worker.unkept)
     is_reason = error is not None and _is_reason(worker, error, worker.exited_at - written_at)
     message = error.message if error and is_reason else worker.expired_timer
-    return _explain(worker.status, message, before_dump(_own_lines(worker, lines)))
+    return _explain(worker.status, message, reasons.before_dump(_own_lines(worker, lines)))
 
 
 def _end_of_file(path: str | None, size: int) -> bytes:
@@ -289,9 +280,9 @@ def _read_tail(path: str | None, unkept: bytes) -> tuple[str, list[str]]:
     """
     text = _end_of_text(_end_of_file(path, _TAIL_BYTES), unkept)
     if text.count("\n") > _TAIL_LINES:
-        return text, plain_lines(text)
+        return text, reasons.plain_lines(text)
     longer = map(_shorten, _end_of_file(path, _LONG_BYTES).split(b"\n"))
-    return text, plain_lines(_end_of_text(b"\n".join(longer), unkept))
+    return text, reasons.plain_lines(_end_of_text(b"\n".join(longer), unkept))
 
 
 async def _read_end(worker: WorkerRecord, cwd: str) -> list[str]:
@@ -343,7 +334,7 @@ async def _error_of(
         return error or of_call, ()
     when = f"{abs(age):.3g} s {'before' if age > 0 else 'after'} the end"
     who = "" if error.pid is None else f", by process {error.pid}"
-    return of_call, (f"an error was recorded {when}{who}: {reason_of(error.message)}",)
+    return of_call, (f"an error was recorded {when}{who}: {reasons.reason_of(error.message)}",)
 
 
 async def _run(worker: WorkerRecord, function: Callable[[*Ts], T], *args: *Ts) -> T:
@@ -380,8 +371,8 @@ def _is_reason(worker: WorkerRecord, error: WorkerError, age: float, own: str = 
     if worker.is_victim or worker.status.signal is not None:
         return False
     _, lines = _read_tail(worker.logs.stderr.path, worker.unkept)
-    said = one_line(own or last_words(lines, code=worker.status.code))
-    return not said or is_of_program(said) or reason_of(error.message)[:_SAME] in said
+    said = one_line(own or reasons.last_words(lines, code=worker.status.code))
+    return not said or is_of_program(said) or reasons.reason_of(error.message)[:_SAME] in said
 
 
 def _read_error(path: str) -> tuple[WorkerError | None, float]:

@@ -36,19 +36,10 @@ from elastic_aio.agent.failures import is_full, mount_point
 from elastic_aio.aio import run_in_thread
 from elastic_aio.errors import HostError, SpawnError, SpecError
 from elastic_aio.events import ConsoleLost, Event, LogDiskFull, OutputLost
+from elastic_aio.logs import paths
 from elastic_aio.logs.console import STYLES, ConsoleStreams, ConsoleTarget, LineFeeder, Sink
 from elastic_aio.logs.files import RunDirectory
 from elastic_aio.logs.lines import PrefixFields, fixed_prefix, make_prefix
-from elastic_aio.logs.paths import (
-    NOT_CAPTURED,
-    CapturedStreams,
-    NodeRecord,
-    StreamPlan,
-    WorkerLogs,
-    attempt_directory,
-    filtered_logs,
-    plan_logs,
-)
 from elastic_aio.logs.relay import Relay
 from elastic_aio.logs.streams import LoggedStream, LoggedStreams, check_ranks
 from elastic_aio.logs.tee import StreamView, Tee
@@ -106,7 +97,7 @@ class JobOutput:
         self._host = host
         self._nproc = nproc
         rank, now = spec.rendezvous.node_rank, time.time()
-        self._node = NodeRecord(
+        self._node = paths.NodeRecord(
             run_id=run_id, host=host, pid=os.getpid(), started_at=now, node_rank=rank
         )
         self._publish = publish
@@ -126,7 +117,7 @@ class JobOutput:
         self._streams: StandardStreams | None = None
         self._attempt = 0
         self._first_attempt: int | None = None
-        self._plans: dict[tuple[int, int], WorkerLogs] = {}  # by attempt and local rank
+        self._plans: dict[tuple[int, int], paths.WorkerLogs] = {}  # by attempt and local rank
         self._tokens: defaultdict[int, list[int]] = defaultdict(list)  # by attempt
         self._directories: defaultdict[int, set[str]] = defaultdict(set)  # by attempt
         self._full: set[tuple[int, str]] = set()  # attempts and disks that were reported
@@ -250,7 +241,7 @@ class JobOutput:
 
     def attempt_directory(self, attempt: int) -> str | None:
         path = self.directory.path
-        return None if path is None else attempt_directory(path, attempt)
+        return None if path is None else paths.attempt_directory(path, attempt)
 
     def begin_attempt(self, attempt: int, group_rank: int) -> None:
         """Make the directory of an attempt, or raise SpawnError; `group_rank` is this node's."""
@@ -269,14 +260,14 @@ class JobOutput:
             raise _log_error(error) from error
 
     def _filtered_logs(self, attempt: int) -> dict[str, str]:
-        return filtered_logs(self._spec.logs, self.directory.path, attempt)
+        return paths.filtered_logs(self._spec.logs, self.directory.path, attempt)
 
-    def plan(self, attempt: int, local_rank: int) -> WorkerLogs:
+    def plan(self, attempt: int, local_rank: int) -> paths.WorkerLogs:
         """Return where one worker's output goes, or raise SpawnError: the `LogLayout` raised."""
         key = attempt, local_rank
         if key not in self._plans:  # a layout is asked once: it may count
             try:
-                self._plans[key] = plan_logs(
+                self._plans[key] = paths.plan_logs(
                     self._spec.logs, self.directory.path, *key, self.capture.streams
                 )
             except Exception as error:
@@ -285,13 +276,13 @@ class JobOutput:
             self._plans.pop((attempt - _PLANS_KEPT, local_rank), None)
         return self._plans[key]
 
-    def needs_record(self, logs: WorkerLogs) -> bool:
+    def needs_record(self, logs: paths.WorkerLogs) -> bool:
         """Whether a worker's stderr is in no file, so that it has to record why it fails."""
         return self._may_capture and logs.stderr.path is None
 
     @contextmanager
     def open_streams(
-        self, logs: WorkerLogs, attempt: int, ranks: WorkerRanks
+        self, logs: paths.WorkerLogs, attempt: int, ranks: WorkerRanks
     ) -> Iterator[tuple[int, int]]:
         """Open a worker's stdout and stderr while it is being spawned, or raise SpawnError."""
         # The console follows those that it shows until `end_attempt`.
@@ -353,7 +344,7 @@ class JobOutput:
 
     def _follow(
         self,
-        plan: StreamPlan,
+        plan: paths.StreamPlan,
         logged: LoggedStream,
         relay: Relay | None,
         fields: PrefixFields,
@@ -491,7 +482,7 @@ class Capture:
     """The captured streams of a job's workers; must be closed after their tee."""
 
     def __init__(self) -> None:
-        self.streams: CapturedStreams = NOT_CAPTURED
+        self.streams: paths.CapturedStreams = paths.NOT_CAPTURED
         self._relays: dict[str, Relay] = {}  # those that are being read, by path
         self._joined: dict[str, Sink] = {}  # where both streams of a worker go, by path
         self._unkept: dict[str, bytes] = {}  # the end of closed streams that no file has
@@ -515,7 +506,7 @@ class Capture:
         self,
         tee: Tee,
         relay: Relay,
-        plan: StreamPlan,
+        plan: paths.StreamPlan,
         stream: str,
         on_lost: Callable[[str, int | None], None],
         logged: LoggedStream,
@@ -593,18 +584,18 @@ def _make_file(relay: Relay) -> bool:
     return relay.is_made or relay.error is not None
 
 
-def _choose(inherited: tuple[int, int], out: object, err: object) -> CapturedStreams:
+def _choose(inherited: tuple[int, int], out: object, err: object) -> paths.CapturedStreams:
     """Return what is captured; `out` and `err` are text streams in place of inherited streams."""
     if out is not None or err is not None:
         streams = Std.ERR
         if out is not None:
             streams = Std.OUT if err is None and os.isatty(inherited[1]) else Std.ALL
-        return CapturedStreams(streams, is_joined=out is err, has_muted=True)
+        return paths.CapturedStreams(streams, is_joined=out is err, has_muted=True)
     if os.isatty(inherited[1]):
-        return CapturedStreams(has_muted=True)
+        return paths.CapturedStreams(has_muted=True)
     out_file, err_file = map(os.fstat, inherited)
     is_joined = os.path.samestat(out_file, err_file) and any(
         has_kind(err_file.st_mode) for has_kind in _ORDERED
     )
     streams = Std.ALL if is_joined else Std.ERR
-    return CapturedStreams(streams, is_joined=is_joined, has_muted=True)
+    return paths.CapturedStreams(streams, is_joined=is_joined, has_muted=True)

@@ -24,20 +24,13 @@ from elastic_aio.errors import HostError, SpecError
 from elastic_aio.events import Event
 from elastic_aio.node_events import RoundWaiting
 from elastic_aio.outcome import Failure, JobState
-from elastic_aio.rendezvous.base import (
-    RECHECK,
-    AgentPort,
-    ChangePending,
-    EndJob,
-    Instruction,
-    NodeInfo,
-    Rendezvous,
-    StartRound,
-)
+from elastic_aio.rendezvous import base
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.restart import RestartAction, why_undecided
 
-RendezvousFactory: TypeAlias = Callable[[LaunchSpec, NodeInfo, str, AgentPort], Rendezvous]
+RendezvousFactory: TypeAlias = Callable[
+    [LaunchSpec, base.NodeInfo, str, base.AgentPort], base.Rendezvous
+]
 """Makes a node's part in a rendezvous, from the job, the node, the run id and the agent."""
 
 
@@ -57,7 +50,7 @@ class MultiNodeDriver(Driver):
         """Prepare, or raise SpecError; the job's backend is the default of `make_rendezvous`."""
         spec, nproc = runtime.spec, runtime.nproc
         super().__init__(runtime, MultiNodeMachine(spec, nproc), event_log)
-        node = NodeInfo(name=runtime.host, pid=os.getpid(), nproc=nproc, role=spec.role)
+        node = base.NodeInfo(name=runtime.host, pid=os.getpid(), nproc=nproc, role=spec.role)
         make = make_rendezvous or _make_from_backend
         self.rendezvous = make(spec, node, runtime.run_id, self)
         self._joining: asyncio.Task[Any] | None = None
@@ -71,14 +64,14 @@ class MultiNodeDriver(Driver):
 
     # ------------------------------------------------ calls of the rendezvous
 
-    def on_instruction(self, instruction: Instruction) -> None:
-        if isinstance(instruction, StartRound):
+    def on_instruction(self, instruction: base.Instruction) -> None:
+        if isinstance(instruction, base.StartRound):
             self._decide_error = None
             # A backend may not know it: then all jobs of this run id are one run.
             self.output.directory.note_job(self.rendezvous.job or self._runtime.run_id)
             if instruction.placement.span.group_rank == 0:
                 self._runtime.master_ports.claim(instruction.placement.master_port)
-        elif isinstance(instruction, ChangePending) and instruction.until:
+        elif isinstance(instruction, base.ChangePending) and instruction.until:
             # Its clock may have been set since, and the order may have taken long.
             left = min(instruction.until - wall_clock(), instruction.time_left or 0.0)
             super().request_preemption(instruction.why, max(0.0, left))
@@ -135,7 +128,7 @@ class MultiNodeDriver(Driver):
             now = self._runtime.clock.now()
             self._stop_ends_at = self._stop_ends_at or now + plan.grace
         match received:
-            case machine.StopReceived() | machine.InstructionReceived(EndJob()) if (
+            case machine.StopReceived() | machine.InstructionReceived(base.EndJob()) if (
                 not self._over.done()
             ):
                 self._over.set_result(None)
@@ -181,7 +174,7 @@ class MultiNodeDriver(Driver):
         # While the others stop: the next round knows whether this node is fit.
         is_last = not self._runtime.spec.max_restarts or self._machine.notice is not None
         if stopped.failures and not is_last and (why := await self.check_health()):
-            self.receive(machine.ExclusionReceived(effect.attempt, why, RECHECK.initial))
+            self.receive(machine.ExclusionReceived(effect.attempt, why, base.RECHECK.initial))
         return stopped
 
     async def _join(self) -> machine.Input | None:
@@ -244,8 +237,8 @@ class MultiNodeDriver(Driver):
 
 
 def _make_from_backend(
-    spec: LaunchSpec, node: NodeInfo, run_id: str, agent: AgentPort
-) -> Rendezvous:
+    spec: LaunchSpec, node: base.NodeInfo, run_id: str, agent: base.AgentPort
+) -> base.Rendezvous:
     # Imported here: a rendezvous that the caller makes needs no backend.
     from elastic_aio.rendezvous.backends import make_rendezvous
 

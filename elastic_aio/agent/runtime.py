@@ -47,6 +47,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import asdict
 
+from elastic_aio import events
 from elastic_aio.agent.entrypoint import BareOptions, Entrypoint
 from elastic_aio.agent.liveness import Liveness
 from elastic_aio.agent.logs import JobOutput
@@ -61,16 +62,6 @@ from elastic_aio.aio import (
     run_shielded,
 )
 from elastic_aio.errors import HostError, SpawnError
-from elastic_aio.events import (
-    Event,
-    GuardianLost,
-    GuardianRestarted,
-    LogsNotRemoved,
-    StopEscalated,
-    StopRequested,
-    WorkerAbandoned,
-    WorkerStoreRefused,
-)
 from elastic_aio.logs.console import ConsoleTarget
 from elastic_aio.logs.files import RunDirectory
 from elastic_aio.process.adopted import subreaper
@@ -129,8 +120,8 @@ class LocalRuntime:
         host: str,
         nproc: int,
         spawner: Spawner,
-        publish: Callable[[Event], None],
-        publish_later: Callable[[Callable[[], Event]], None] | None = None,
+        publish: Callable[[events.Event], None],
+        publish_later: Callable[[Callable[[], events.Event]], None] | None = None,
         console: ConsoleTarget | None = None,
         bare: BareOptions | None = None,
         adopt_orphans: bool = False,
@@ -227,8 +218,8 @@ class LocalRuntime:
         self._guardian = Guardian(
             job,
             self.spec.stop,
-            on_restarted=lambda pid: self.publish(GuardianRestarted(pid=pid)),
-            on_lost=lambda why: self.publish(GuardianLost(why=why)),
+            on_restarted=lambda pid: self.publish(events.GuardianRestarted(pid=pid)),
+            on_lost=lambda why: self.publish(events.GuardianLost(why=why)),
             python=self.spec.python,
         )
         self._guardian.start()
@@ -309,7 +300,7 @@ class LocalRuntime:
             await self.entrypoint.aclose()
         if not await self._tree.forget_if_empty():
             why, plan = "the fork server has left processes behind", self.spec.stop
-            self.publish(StopRequested(attempt=self.attempt, reason=why, plan=str(plan)))
+            self.publish(events.StopRequested(attempt=self.attempt, reason=why, plan=str(plan)))
             await self.stop_processes(plan)
 
     async def stop_processes(self, plan: StopPlan) -> list[Survivor]:
@@ -322,16 +313,18 @@ class LocalRuntime:
             survivors = await self.tree.wait_reaped(plan.reap_timeout)
         for survivor in survivors:
             self.publish(
-                WorkerAbandoned(attempt=self.attempt, pid=survivor.pid, state=survivor.state)
+                events.WorkerAbandoned(attempt=self.attempt, pid=survivor.pid, state=survivor.state)
             )
         return survivors
 
     def _on_escalated(self, signal: int, pids: tuple[int, ...]) -> None:
         why = self.tree.kill_reason()
-        self.publish(StopEscalated(attempt=self.attempt, signal=signal, pids=pids, reason=why))
+        self.publish(
+            events.StopEscalated(attempt=self.attempt, signal=signal, pids=pids, reason=why)
+        )
 
     def _on_store_refused(self, peer: str, why: str) -> None:
-        self.publish(WorkerStoreRefused(attempt=self.attempt, peer=peer, why=why))
+        self.publish(events.WorkerStoreRefused(attempt=self.attempt, peer=peer, why=why))
 
     # ------------------------------------------------------------ an attempt
 
@@ -515,7 +508,7 @@ class LocalRuntime:
 
 
 async def remove_old_runs(
-    directory: RunDirectory, kept: int, publish: Callable[[Event], None]
+    directory: RunDirectory, kept: int, publish: Callable[[events.Event], None]
 ) -> None:
     """Remove the directories of the runs beside one that are not kept.
 
@@ -525,9 +518,9 @@ async def remove_old_runs(
         async with asyncio.timeout(_RUNS_S):
             await run_in_thread(directory.remove_old_runs, kept, daemon=True)
     except TimeoutError:
-        publish(LogsNotRemoved(why=f"it has taken more than {_RUNS_S:g} s"))
+        publish(events.LogsNotRemoved(why=f"it has taken more than {_RUNS_S:g} s"))
     except OSError as error:
-        publish(LogsNotRemoved(why=error_reason(error)))
+        publish(events.LogsNotRemoved(why=error_reason(error)))
 
 
 def _setup_of(spec: LaunchSpec, nproc: int, listeners: Listeners | None) -> WorkerSetup | None:

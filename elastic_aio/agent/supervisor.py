@@ -89,16 +89,7 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elastic_aio.agent.machine import (
-    Effect,
-    Finish,
-    PreemptionReceived,
-    Publish,
-    RestartReceived,
-    Start,
-    StopReceived,
-    why_stopped,
-)
+from elastic_aio.agent import machine
 from elastic_aio.child_events import (
     ChildFinished,
     ChildRemoved,
@@ -229,10 +220,10 @@ class TimerElapsed(Struct, frozen=True):
 
 
 SupervisorInput = (
-    Start
-    | StopReceived
-    | PreemptionReceived
-    | RestartReceived
+    machine.Start
+    | machine.StopReceived
+    | machine.PreemptionReceived
+    | machine.RestartReceived
     | ChildResult
     | ChildRequest
     | TimerElapsed
@@ -243,7 +234,7 @@ SupervisorInput = (
 # And of `machine`: `Publish`, an event of the supervisor itself, and `Finish`.
 
 
-class ChildEffect(Effect, frozen=True):
+class ChildEffect(machine.Effect, frozen=True):
     """What is done to a generation of a child."""
 
     name: str
@@ -266,10 +257,10 @@ class StartChild(ChildEffect, frozen=True):
 class StopChild(ChildEffect, frozen=True):
     """Stop a child; then `ChildEnded`."""
 
-    stop: StopReceived
+    stop: machine.StopReceived
 
 
-Asked = RestartReceived | PreemptionReceived | ReloadReceived | ScaleReceived
+Asked = machine.RestartReceived | machine.PreemptionReceived | ReloadReceived | ScaleReceived
 
 
 class AskChild(ChildEffect, frozen=True):
@@ -278,14 +269,14 @@ class AskChild(ChildEffect, frozen=True):
     request: Asked
 
 
-class PublishOf(Effect, frozen=True):
+class PublishOf(machine.Effect, frozen=True):
     """Publish an event of a child."""
 
     name: str
     event: Event
 
 
-class Arm(Effect, frozen=True):
+class Arm(machine.Effect, frozen=True):
     """Begin a time of `delay` seconds; then `TimerElapsed`.  It replaces a former one of `name`."""
 
     name: str
@@ -293,13 +284,13 @@ class Arm(Effect, frozen=True):
     delay: float
 
 
-class Disarm(Effect, frozen=True):
+class Disarm(machine.Effect, frozen=True):
     """Cancel the `Arm` of a child."""
 
     name: str
 
 
-class ReportReady(Effect, frozen=True):
+class ReportReady(machine.Effect, frozen=True):
     """The supervisor itself is ready: all of its essential children are; or no more.
 
     Its parent gets `ChildStarted` and `ChildReady`.
@@ -376,7 +367,7 @@ class ChildState:
         self.candidate: int | None = None
         self.retiring: set[int] = set()
         self.fate: _Fate | None = None
-        self.stop = StopReceived("")
+        self.stop = machine.StopReceived("")
         self.is_kept = False  # stopped, until its restart is requested
         self.is_permanent = False  # no start can repair its failure
         self.outcome = JobOutcome(JobState.STOPPED, "it was not started", 0)
@@ -456,12 +447,12 @@ class SupervisorMachine:
 
         `random` gives numbers from 0 to 1, for the jitter of delays.
         """
-        self.notice: PreemptionReceived | None = None
+        self.notice: machine.PreemptionReceived | None = None
         self.ending_at = 0.0
         """When the first of what ends the group has happened."""
         self._random = random
         self._now = 0.0
-        self._effects: list[Effect] = []
+        self._effects: list[machine.Effect] = []
         self._children: dict[str, ChildState] = {}
         self._after: dict[str, tuple[str, ...]] = {}
         self._removed: dict[str, int] = {}  # the starts of former children
@@ -473,7 +464,7 @@ class SupervisorMachine:
         self._restarts_at: deque[float] = deque()
         self._version = 0
         self._reload: _Reload | None = None
-        self._stop: StopReceived | None = None
+        self._stop: machine.StopReceived | None = None
         self._stopped_at = 0.0
         self._verdict: JobOutcome | None = None
         self._failed: list[ChildState] = []  # essential ones, while the group ends
@@ -615,7 +606,7 @@ class SupervisorMachine:
 
     # ------------------------------------------------------------------ inputs
 
-    def handle(self, received: SupervisorInput, now: float) -> list[Effect]:
+    def handle(self, received: SupervisorInput, now: float) -> list[machine.Effect]:
         """Return the effects of an input in their order; `now` is in monotonic seconds."""
         if self._is_done:
             return []
@@ -629,13 +620,13 @@ class SupervisorMachine:
                     self._on_elapsed(child)
             case ChildRequest():
                 self._on_request(received)
-            case StopReceived():
+            case machine.StopReceived():
                 self._on_stop_received(received)
-            case PreemptionReceived():
+            case machine.PreemptionReceived():
                 self._on_preemption_received(received)
-            case RestartReceived(reason):
+            case machine.RestartReceived(reason):
                 self._on_restart_received(reason)
-            case Start():
+            case machine.Start():
                 self._is_started = True
         self._go_on()
         return self._effects
@@ -655,7 +646,7 @@ class SupervisorMachine:
                     self._start(child)
         if self._is_ending and not self._live:
             self._is_done = True
-            self._emit(Finish(self._verdict or self._outcome_of_stop()))
+            self._emit(machine.Finish(self._verdict or self._outcome_of_stop()))
         elif (is_ready := self._is_ready) is not self._was_ready:
             self._was_ready = is_ready
             self._emit(ReportReady(is_ready))
@@ -856,7 +847,7 @@ class SupervisorMachine:
     def _stop_and_start(self, child: ChildState, reason: str) -> None:
         """Have a child that runs stopped and started again, and others with it."""
         if self._group.strategy == "one_for_one":
-            self._set_fate(child, _Fate.RESTART, StopReceived(reason))
+            self._set_fate(child, _Fate.RESTART, machine.StopReceived(reason))
         else:
             self._sweep(child, reason)
             self._sweep_with(child)
@@ -865,7 +856,7 @@ class SupervisorMachine:
         if child.is_live:
             self._swept.add(child.name)
         if child.is_up:
-            self._set_fate(child, _Fate.SWEEP, StopReceived(reason))
+            self._set_fate(child, _Fate.SWEEP, machine.StopReceived(reason))
         elif child.phase is ChildPhase.SUCCEEDED and child.is_repeatable:
             self._schedule(child)
 
@@ -903,7 +894,7 @@ class SupervisorMachine:
 
     # ------------------------------------------------------------------- stops
 
-    def _set_fate(self, child: ChildState, fate: _Fate, stop: StopReceived) -> None:
+    def _set_fate(self, child: ChildState, fate: _Fate, stop: machine.StopReceived) -> None:
         """Have a child stopped when its turn comes, and say what follows."""
         if child.fate is not None and child.fate >= fate:
             return
@@ -929,7 +920,7 @@ class SupervisorMachine:
             child.phase, child.is_ready = ChildPhase.STOPPING, False
             self._emit_stop(child, child.generation, child.stop)
 
-    def _emit_stop(self, child: ChildState, generation: int, stop: StopReceived) -> None:
+    def _emit_stop(self, child: ChildState, generation: int, stop: machine.StopReceived) -> None:
         self._emit(StopChild(child.name, generation, stop))
 
     def _settle(self, child: ChildState) -> None:
@@ -941,12 +932,12 @@ class SupervisorMachine:
         elif fate is _Fate.REMOVE:
             del self._children[child.name]
             self._removed[child.name] = child.starts
-            self._emit(Publish(ChildRemoved(name=child.name)))
+            self._emit(machine.Publish(ChildRemoved(name=child.name)))
             self._check_ends()
         elif fate is _Fate.STOP:
             if child.phase is not ChildPhase.SUCCEEDED:
                 child.phase = ChildPhase.STOPPED
-                child.outcome = JobOutcome(JobState.STOPPED, *why_stopped(child.stop))
+                child.outcome = JobOutcome(JobState.STOPPED, *machine.why_stopped(child.stop))
             self._end_child(child)
 
     def _end_child(self, child: ChildState) -> None:
@@ -980,22 +971,22 @@ class SupervisorMachine:
     def _give_up(self, verdict: JobOutcome) -> None:
         """End the group with this outcome: stop all children, in order."""
         self._verdict = replace(verdict, restarts=self.restarts)
-        self._end(StopReceived(f"the group has {verdict.state}: {verdict.why}"))
+        self._end(machine.StopReceived(f"the group has {verdict.state}: {verdict.why}"))
 
-    def _end(self, stop: StopReceived) -> None:
+    def _end(self, stop: machine.StopReceived) -> None:
         self._is_ending, self._reload, self.ending_at = True, None, self._now
         for child in [*self._children.values()]:
             if child.is_live or child.is_due:
                 self._set_fate(child, _Fate.END, stop)
 
-    def _on_stop_received(self, stop: StopReceived) -> None:
+    def _on_stop_received(self, stop: machine.StopReceived) -> None:
         if self._stop is None and self._verdict is None:
             self._stop, self._stopped_at = stop, self._now
             if not self.is_wrapper:
                 own = self.spec.stop if isinstance(self.spec, LaunchSpec) else None
                 plan = str(stop.plan or own or "each child by its own plan")
                 event = StopRequested(reason=stop.reason, plan=plan, signal=stop.signal)
-                self._emit(Publish(event))
+                self._emit(machine.Publish(event))
             if self.notice is not None:
                 for child in self._children.values():
                     if child.is_up and child.phase is not ChildPhase.STOPPING:
@@ -1005,24 +996,24 @@ class SupervisorMachine:
         if stop.signal == SIGKILL:
             self._kill(stop)
 
-    def _kill(self, stop: StopReceived) -> None:
+    def _kill(self, stop: machine.StopReceived) -> None:
         """Stop all children at once, those too that are being stopped."""
         self._to_stop.clear()
         for child in self._children.values():
             self._kill_child(child, stop)
 
-    def _kill_child(self, child: ChildState, stop: StopReceived) -> None:
+    def _kill_child(self, child: ChildState, stop: machine.StopReceived) -> None:
         child.stop = stop
         for generation in sorted(child.retiring):
             self._emit_stop(child, generation, stop)
         self._stop_child(child)
 
-    def accepts(self, notice: PreemptionReceived) -> bool:
+    def accepts(self, notice: machine.PreemptionReceived) -> bool:
         """Whether a notice counts: the first one before the end, or an earlier deadline."""
         is_open = not self._is_ending or (self.notice is not None and self._stop is None)
         return is_open and not self._is_done and notice.is_earlier_than(self.notice)
 
-    def _on_preemption_received(self, notice: PreemptionReceived) -> None:
+    def _on_preemption_received(self, notice: machine.PreemptionReceived) -> None:
         if not self.accepts(notice):
             return
         self.notice, self._is_ending, self._reload = notice, True, None
@@ -1046,8 +1037,8 @@ class SupervisorMachine:
             return replace(self._labelled(found[0]), restarts=restarts)
         if all(child.phase is ChildPhase.SUCCEEDED for child in deciding):
             return JobOutcome(JobState.SUCCEEDED, "all children have finished", 0, restarts)
-        stop = self._stop or StopReceived("")
-        return JobOutcome(JobState.STOPPED, *why_stopped(stop), restarts)
+        stop = self._stop or machine.StopReceived("")
+        return JobOutcome(JobState.STOPPED, *machine.why_stopped(stop), restarts)
 
     # ---------------------------------------------------------------- requests
 
@@ -1059,7 +1050,7 @@ class SupervisorMachine:
             case _ if request.name or self._is_ending:
                 return
             case ChildStopReceived(_, reason, signal, plan):
-                self._on_stop_received(StopReceived(reason, signal, plan))
+                self._on_stop_received(machine.StopReceived(reason, signal, plan))
             case ChildRestartReceived(_, reason):
                 self._on_restart_received(reason)
             case ReloadReceived(_, spec):
@@ -1067,11 +1058,11 @@ class SupervisorMachine:
             case ScaleReceived(_, number):
                 former = len(self._members)
                 self._scale(number)
-                self._emit(Publish(Scaled(former=former, number=number)))
+                self._emit(machine.Publish(Scaled(former=former, number=number)))
 
     def _on_request_of(self, child: ChildState, request: ChildRequest) -> None:
         if isinstance(request, ChildStopReceived):
-            stop = StopReceived(request.reason, request.signal, request.plan)
+            stop = machine.StopReceived(request.reason, request.signal, request.plan)
             self._stop_by_request(child, stop)
         elif self._is_ending:
             return
@@ -1094,7 +1085,7 @@ class SupervisorMachine:
             self._reload_child(child, spec)
         self._emit(PublishOf(child.name, scaled))
 
-    def _stop_by_request(self, child: ChildState, stop: StopReceived) -> None:
+    def _stop_by_request(self, child: ChildState, stop: machine.StopReceived) -> None:
         child.is_kept = True
         if child.is_live or child.is_due:
             self._set_fate(child, _Fate.STOP, stop)
@@ -1111,7 +1102,7 @@ class SupervisorMachine:
         elif not child.is_up:
             self._begin_anew(child, reason)
         elif self._is_alone(child):
-            self._ask(child, RestartReceived(reason))
+            self._ask(child, machine.RestartReceived(reason))
         else:
             self._announce(child, reason)
             self._stop_and_start(child, reason)
@@ -1136,7 +1127,7 @@ class SupervisorMachine:
             elif is_over and not child.is_up and child.is_repeatable:
                 self._begin_anew(child, reason)
             elif child.is_up and child.fate is None and not is_in_order:
-                self._ask(child, RestartReceived(reason))
+                self._ask(child, machine.RestartReceived(reason))
             if is_in_order:
                 self._sweep(child, reason)
 
@@ -1149,7 +1140,7 @@ class SupervisorMachine:
         if is_live and is_own:
             self._ask(child, ReloadReceived("", spec))
         elif is_live and spec is None and self._is_alone(child):
-            self._ask(child, RestartReceived(RELOADED))
+            self._ask(child, machine.RestartReceived(RELOADED))
         else:
             was_replaceable = has_children(child.spec) and template_of(child.spec) is not None
             if spec is not None:
@@ -1189,7 +1180,7 @@ class SupervisorMachine:
         self._take(spec)
         for child in [*self._children.values()]:
             if child.name not in self._group.children:
-                self._set_fate(child, _Fate.REMOVE, StopReceived(reason))
+                self._set_fate(child, _Fate.REMOVE, machine.StopReceived(reason))
             elif child.fate is _Fate.REMOVE:
                 child.fate = _Fate.RESTART
 
@@ -1224,11 +1215,11 @@ class SupervisorMachine:
                 child.adopt(reload.child, self._budget_of(child.name, reload.child), reload.version)
                 if child.phase is ChildPhase.BACKING_OFF:
                     self._schedule(child)
-        self._emit(Publish(ReloadFinished(replaced=reload.replaced)))
+        self._emit(machine.Publish(ReloadFinished(replaced=reload.replaced)))
         self.spec, former = reload.spec, len(self._members)
         self._scale(reload.number)
         if reload.number != former:
-            self._emit(Publish(Scaled(former=former, number=reload.number)))
+            self._emit(machine.Publish(Scaled(former=former, number=reload.number)))
 
     def _promote(self, child: ChildState) -> None:
         """Put the replacement in the place of the old worker, which is stopped."""
@@ -1238,7 +1229,7 @@ class SupervisorMachine:
         if child.candidate is not None:
             if child.is_up:
                 child.retiring.add(child.generation)
-                self._emit_stop(child, child.generation, StopReceived("it is replaced"))
+                self._emit_stop(child, child.generation, machine.StopReceived("it is replaced"))
             child.generation, child.candidate = child.candidate, None
             child.former_restarts += child.own_restarts
             child.own_restarts = 0
@@ -1265,7 +1256,7 @@ class SupervisorMachine:
         child = self._children.get(reload.current or "")
         event = ReloadFailed(why=why, replaced=reload.replaced)
         if child is None:
-            self._emit(Publish(event))
+            self._emit(machine.Publish(event))
             return
         self._emit(PublishOf(child.name, event))
         self._retire_new(child, FAILED_RELOAD)
@@ -1284,7 +1275,7 @@ class SupervisorMachine:
     def _retire_new(self, child: ChildState, reason: str) -> None:
         if child.candidate is None:
             return
-        self._emit_stop(child, child.candidate, StopReceived(reason))
+        self._emit_stop(child, child.candidate, machine.StopReceived(reason))
         child.retiring.add(child.candidate)
         child.candidate = None
 
@@ -1311,7 +1302,7 @@ class SupervisorMachine:
             child.is_armed = False
             self._emit(Disarm(child.name))
 
-    def _emit(self, effect: Effect) -> None:
+    def _emit(self, effect: machine.Effect) -> None:
         self._effects.append(effect)
 
     def _ask(self, child: ChildState, request: Asked) -> None:

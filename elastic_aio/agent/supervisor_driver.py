@@ -60,16 +60,7 @@ from elastic_aio.outcome import (
 )
 from elastic_aio.process.children import Spawner
 from elastic_aio.ranks import NodeSize, WorkerRanks, assign_node_ranks
-from elastic_aio.spec.group import (
-    AnySpec,
-    GroupSpec,
-    has_children,
-    is_same_kind,
-    leaves_of,
-    outermost_group,
-    reports_ready,
-    restart_limit,
-)
+from elastic_aio.spec import group
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.stacks import StackDump
@@ -101,7 +92,7 @@ class TreeParts:
 
     def __init__(
         self,
-        spec: AnySpec,
+        spec: group.AnySpec,
         event_log: EventLog,
         *,
         run_id: str,
@@ -358,7 +349,7 @@ class SupervisorDriver(BaseDriver):
 
     def __init__(
         self,
-        spec: AnySpec,
+        spec: group.AnySpec,
         parts: TreeParts,
         *,
         path: str = "",
@@ -375,7 +366,7 @@ class SupervisorDriver(BaseDriver):
         self._parent = parent
         self._on_ready = on_ready
         self._clock = PausableClock()
-        supervised = outermost_group(spec) if parent is None else spec
+        supervised = group.outermost_group(spec) if parent is None else spec
         self._machine = supervisor.SupervisorMachine(supervised, random, nproc)
         self._starts: dict[tuple[str, int], _Start] = {}
         self._timers: dict[str, asyncio.Task[Any]] = {}
@@ -501,16 +492,16 @@ class SupervisorDriver(BaseDriver):
         self.receive(request)
 
     @property
-    def spec(self) -> AnySpec:
+    def spec(self) -> group.AnySpec:
         """What it runs: a reload or a change of the scale may have changed it."""
         return self._machine.spec
 
-    def spec_of(self, name: str) -> AnySpec:
+    def spec_of(self, name: str) -> group.AnySpec:
         """Return what a child runs, or this supervisor itself if the name is empty."""
         children = self._machine.children
         return children[name].spec if name in children else self.spec
 
-    def restarted_by(self, name: str, spec: AnySpec | None) -> set[str] | None:
+    def restarted_by(self, name: str, spec: group.AnySpec | None) -> set[str] | None:
         """Return the paths of the leaves that a reload of a child restarts, also of new leaves.
 
         None: its workers or replicas are replaced one after the other.
@@ -518,7 +509,7 @@ class SupervisorDriver(BaseDriver):
         former = self.spec_of(name)
         spec, path = spec or former, joined(self._path, name)
         if isinstance(former, LaunchSpec):
-            is_replaced = former.restart.scope != "group" and is_same_kind(former, spec)
+            is_replaced = former.restart.scope != "group" and group.is_same_kind(former, spec)
             return None if is_replaced else {path}
         if isinstance(spec, LaunchSpec):
             return {path}
@@ -532,7 +523,7 @@ class SupervisorDriver(BaseDriver):
     async def open(self) -> None:
         """Check the children, make the directory of the run, and start the first of them."""
         is_outermost = self._parent is None
-        for path, spec in leaves_of(self._spec).items() if is_outermost else ():
+        for path, spec in group.leaves_of(self._spec).items() if is_outermost else ():
             try:
                 check_file_size(spec, resolve_nproc(spec))
             except SpecError as error:
@@ -542,12 +533,12 @@ class SupervisorDriver(BaseDriver):
             self._event_log.append(
                 JobStarted(
                     entrypoint=self._spec.name,
-                    nproc_per_node=0 if isinstance(self._spec, GroupSpec) else self._nproc,
+                    nproc_per_node=0 if isinstance(self._spec, group.GroupSpec) else self._nproc,
                     nnodes="1",
-                    max_restarts=restart_limit(self._spec),
+                    max_restarts=group.restart_limit(self._spec),
                     agent_pid=os.getpid(),
                     log_dir=log_dir,
-                    role="" if isinstance(self._spec, GroupSpec) else self._spec.role,
+                    role="" if isinstance(self._spec, group.GroupSpec) else self._spec.role,
                     children=tuple(self._machine.children),
                     keeps_logs=_keeps_logs(self._spec),
                 )
@@ -687,7 +678,7 @@ class SupervisorDriver(BaseDriver):
     async def _open_listeners(self, effect: supervisor.StartChild) -> Listeners | None:
         """Return the sockets of a leaf, which are open already after its first start."""
         spec = effect.spec
-        if not isinstance(spec, LaunchSpec) or not spec.sockets or has_children(spec):
+        if not isinstance(spec, LaunchSpec) or not spec.sockets or group.has_children(spec):
             return None
         async with self._opening:  # of several workers the first binds them
             name, sockets = key = self._socket_key(effect.name, spec)
@@ -703,7 +694,7 @@ class SupervisorDriver(BaseDriver):
             self._close_unused()
         return listeners
 
-    def _socket_key(self, name: str, spec: AnySpec) -> _SocketKey:
+    def _socket_key(self, name: str, spec: group.AnySpec) -> _SocketKey:
         is_worker = isinstance(self._spec, LaunchSpec)
         return "" if is_worker else name, spec.sockets if isinstance(spec, LaunchSpec) else ()
 
@@ -733,7 +724,7 @@ class SupervisorDriver(BaseDriver):
         effect = start.effect
         name, path = effect.name, joined(self._path, effect.name)
         spec = effect.spec
-        if isinstance(spec, LaunchSpec) and not has_children(spec):
+        if isinstance(spec, LaunchSpec) and not group.has_children(spec):
             return self._make_leaf(spec, start, path, listeners)
 
         def on_ready(is_ready: bool) -> None:
@@ -782,8 +773,8 @@ class SupervisorDriver(BaseDriver):
             self.receive,
             generation=parts.count_start(path),
             nproc=nproc,
-            max_restarts=restart_limit(self._machine.children[effect.name].spec),
-            has_ready=reports_ready(spec),
+            max_restarts=group.restart_limit(self._machine.children[effect.name].spec),
+            has_ready=group.reports_ready(spec),
             attempt=parts.next_attempt(path) if is_alone else 0,
             beside=any(one.effect.name == effect.name for one in others),
         )
@@ -896,7 +887,7 @@ class SupervisorDriver(BaseDriver):
         order = [name for name in self._machine.children if name in self._results]
         children = {name: self._results[name] for name in order}
         values: dict[int, Any] = {}
-        if not isinstance(self._spec, GroupSpec):  # independent workers
+        if not isinstance(self._spec, group.GroupSpec):  # independent workers
             for child in children.values():
                 values.update(child.return_values)
         return replace(result, children=children, return_values=values)
@@ -936,9 +927,9 @@ def _change(effect: supervisor.ChildEffect, driver: BaseDriver) -> None:
             driver.receive(effect.request)
 
 
-def _keeps_logs(spec: AnySpec) -> bool:
+def _keeps_logs(spec: group.AnySpec) -> bool:
     """Return whether the output of a leaf may be kept: as the job's logs say, or its own."""
-    leaves = leaves_of(spec).values()
+    leaves = group.leaves_of(spec).values()
     return not all((spec if one.logs == LogSpec() else one).logs.is_off for one in leaves)
 
 

@@ -15,19 +15,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
+from elastic_aio.cli import status_text
 from elastic_aio.cli.options import print_error
 from elastic_aio.cli.parser import OptionParser
-from elastic_aio.cli.status_text import (
-    JOB_COLUMNS,
-    MEASURED_S,
-    CpuMeter,
-    child_table,
-    head_lines,
-    job_row,
-    local_time,
-    table,
-    worker_cells,
-)
 from elastic_aio.control.client import (
     NO_JOB,
     CommandClient,
@@ -193,10 +183,12 @@ def choose_run(
     if not runs:
         return choose_job(name, jobs, begins=True)
     if runs[1:]:
-        last = f"the last, of {local_time(runs[0].started_at or 0.0)} on {runs[0].node}"
+        last = f"the last, of {status_text.local_time(runs[0].started_at or 0.0)} on {runs[0].node}"
         print_error("", f"{len(runs)} recorded runs match {name!r}: {last} (see ps -a)", 0)
     if (launcher := silent_launcher(runs, jobs)) is not None:
-        print_error("", f"{launcher}: this is its record of {local_time(runs[0].written_at)}", 0)
+        print_error(
+            "", f"{launcher}: this is its record of {status_text.local_time(runs[0].written_at)}", 0
+        )
     return runs[0]
 
 
@@ -295,8 +287,8 @@ def main_ps(argv: Sequence[str]) -> int:
     )
     arguments = parser.parse_args(argv)
     jobs, now = find_jobs(), time.time()
-    columns: tuple[str, ...] = JOB_COLUMNS
-    row = job_row
+    columns: tuple[str, ...] = status_text.JOB_COLUMNS
+    row = status_text.job_row
     if arguments.all:
         from elastic_aio.cli.finished_jobs import RUN_COLUMNS, run_row, with_recorded
 
@@ -305,7 +297,7 @@ def main_ps(argv: Sequence[str]) -> int:
         for job in jobs:
             print(to_json({"pid": job.pid, "status": job.status}).decode())
     elif jobs:
-        print("\n".join(table(columns, [row(job, now) for job in jobs])))
+        print("\n".join(status_text.table(columns, [row(job, now) for job in jobs])))
     else:
         print(NO_JOB)
     return 0
@@ -324,32 +316,32 @@ def main_status(argv: Sequence[str]) -> int:
     status: JobStatus
     if isinstance(job, RunningJob):
         status, now = run_blocking(CommandClient(job).status()), time.time()
-        head = head_lines(status, now)
+        head = status_text.head_lines(status, now)
     else:
         from elastic_aio.cli.finished_jobs import run_lines
 
         status, now, head = job, job.until, run_lines(job)
     if child:
         status = find_child(status, child)
-        head = head_lines(status, now)
+        head = status_text.head_lines(status, now)
     if arguments.json:
         print(to_json(status).decode())
         return 0
     is_here = isinstance(job, RunningJob) and job.is_local
     shares = _cpu_shares(status) if is_here else {}
-    cells = worker_cells(status, now, lambda worker: shares.get(worker.pid))
-    print("\n".join([*head, *child_table(status, now), "", *table(*cells)]))
+    cells = status_text.worker_cells(status, now, lambda worker: shares.get(worker.pid))
+    print("\n".join([*head, *status_text.child_table(status, now), "", *status_text.table(*cells)]))
     return 0
 
 
 def _cpu_shares(status: JobStatus) -> dict[int, float]:
     """Return each worker's present share of a CPU, by pid, measured for a moment."""
-    meter = CpuMeter()
+    meter = status_text.CpuMeter()
     workers = [worker for leaf in status.leaves for worker in leaf.workers]
     for worker in workers:
         meter.share(worker)
     if any(worker.state == "running" for worker in workers):
-        time.sleep(MEASURED_S)
+        time.sleep(status_text.MEASURED_S)
     later = [worker for leaf in with_usage(status).leaves for worker in leaf.workers]
     shares = {worker.pid: meter.share(worker) for worker in later}
     return {pid: share for pid, share in shares.items() if share is not None}

@@ -14,16 +14,7 @@ import resource
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from elastic_aio.spec.checks import (
-    MAX_NUMBER,
-    Seconds,
-    UsageError,
-    Whole,
-    invalid_value,
-    parse_int,
-    parse_number,
-    parse_seconds,
-)
+from elastic_aio.spec import checks
 from elastic_aio.spec.fields import Option, SpecValue, spec_fields
 from elastic_aio.text import did_you_mean, one_line
 
@@ -74,7 +65,7 @@ def split_options(argv: Sequence[str], options: Sequence[Option]) -> tuple[list[
             name, equals, value = word[2:].partition("=")
             name = _full_name(name.replace("_", "-"), metavars, own)
             if equals and not metavars[name]:
-                raise invalid_value(f"--{name}", "takes no value", value)
+                raise checks.invalid_value(f"--{name}", "takes no value", value)
             words.append(f"--{name}{equals}{value}")
             missing = "" if equals else metavars[name]
         elif word[:2] in shorts:
@@ -84,13 +75,13 @@ def split_options(argv: Sequence[str], options: Sequence[Option]) -> tuple[list[
             raise _unknown_option(word, metavars)
         if missing:
             if not rest:
-                raise UsageError(f"{words[-1]}: needs a value")
+                raise checks.UsageError(f"{words[-1]}: needs a value")
             # Joined, so that argparse accepts a value that begins with a dash.
             joined = words[-1] + ("=" if words[-1].startswith("--") else "") + rest[0]
             # Where argparse refuses it, so do we: with `--log-dir $UNSET --tee 3`, for example.
             if re.match(_OPTION_LIKE, rest[0]):
                 problem = f"needs a value; if it is one, write {joined}"
-                raise invalid_value(words[-1], problem, rest[0])
+                raise checks.invalid_value(words[-1], problem, rest[0])
             words[-1] = joined
             del rest[0]
     return words, rest
@@ -106,14 +97,16 @@ def _full_name(name: str, known: Mapping[str, str], own: Collection[str]) -> str
         return matches[0]
     if matches:
         could = ", ".join(f"--{full}" for full in matches)
-        raise UsageError(f"--{name}: is ambiguous: {could}")
+        raise checks.UsageError(f"--{name}: is ambiguous: {could}")
     raise _unknown_option(f"--{name}", known)
 
 
-def _unknown_option(word: str, known: Iterable[str]) -> UsageError:
+def _unknown_option(word: str, known: Iterable[str]) -> checks.UsageError:
     name = f"--{word.lstrip('-').partition('=')[0].replace('_', '-')}"
     meant = did_you_mean(name, (f"--{full}" for full in known))
-    return UsageError(f"{word}: is not an option{meant} (aio-elastic run --help lists the options)")
+    return checks.UsageError(
+        f"{word}: is not an option{meant} (aio-elastic run --help lists the options)"
+    )
 
 
 def plain_values(words: Sequence[str], options: Sequence[Option]) -> dict[str, str | None] | None:
@@ -155,14 +148,14 @@ def fields_from(
             continue
         if option.dest in forms:
             found[name] = forms[option.dest](option.label, text)
-        elif isinstance(check, Seconds):
+        elif isinstance(check, checks.Seconds):
             is_positive = check.above is not None
-            found[name] = parse_seconds(
+            found[name] = checks.parse_seconds(
                 option.label, text, is_positive=is_positive, limit=SECONDS_LIMIT
             )
-        elif isinstance(check, Whole):
-            most = MAX_NUMBER if check.at_most is None else check.at_most
-            found[name] = parse_number(option.label, text, least=check.at_least, most=most)
+        elif isinstance(check, checks.Whole):
+            most = checks.MAX_NUMBER if check.at_most is None else check.at_most
+            found[name] = checks.parse_number(option.label, text, least=check.at_least, most=most)
         elif option.is_flag:
             # A field that is True without an option has `--no-...`.
             found[name] = not described.default
@@ -180,8 +173,8 @@ def value_from_env(option: Option, env: Mapping[str, str]) -> str | None:
     value = env.get(option.variable) if option.has_variable else None
     if value is None or not option.is_flag:
         return value
-    if (number := parse_int(value)) is None:
-        raise invalid_value(option.variable, "must be a number (0 is off)", value)
+    if (number := checks.parse_int(value)) is None:
+        raise checks.invalid_value(option.variable, "must be a number (0 is off)", value)
     return "1" if number else None  # as in torchrun
 
 
@@ -196,7 +189,7 @@ def choose_loop(choice: str, *, serves_store: bool = False) -> LoopFactory | Non
         UsageError: `choice` is something else, or "uvloop" and cannot be used.
     """
     if choice not in LOOPS:
-        raise invalid_value("--loop", "must be 'auto', 'asyncio' or 'uvloop'", choice)
+        raise checks.invalid_value("--loop", "must be 'auto', 'asyncio' or 'uvloop'", choice)
     if choice == "asyncio" or (choice == "auto" and not serves_store):
         return None
     try:
@@ -211,7 +204,7 @@ def choose_loop(choice: str, *, serves_store: bool = False) -> LoopFactory | Non
         problem = f"needs a limit of at least {_UVLOOP_DESCRIPTORS} descriptors, not {limit}"
     if choice == "auto":
         return None
-    raise invalid_value("--loop", problem, choice)
+    raise checks.invalid_value("--loop", problem, choice)
 
 
 def print_error(command: str, text: str, code: int) -> int:

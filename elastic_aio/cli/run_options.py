@@ -22,17 +22,7 @@ from elastic_aio.cli.options import (
 )
 from elastic_aio.errors import SpecError
 from elastic_aio.outcome import SIGTERM
-from elastic_aio.spec.checks import (
-    OneOf,
-    Part,
-    UsageError,
-    invalid_value,
-    parse_host_port,
-    parse_int,
-    parse_seconds,
-    parse_size,
-    signal_number,
-)
+from elastic_aio.spec import checks
 from elastic_aio.spec.fields import Option, SpecValue, all_fields, field, make_option, spec_fields
 from elastic_aio.spec.job import Command, Function, LaunchSpec, Module, Script
 from elastic_aio.spec.liveness import LivenessSpec
@@ -45,11 +35,11 @@ from elastic_aio.worker.context import SCHEDULERS, is_in_worker
 
 
 def _address(name: str, value: object) -> object:
-    parse_host_port(name, value, at_least=0)
+    checks.parse_host_port(name, value, at_least=0)
     return value
 
 
-class _JobPart(Part, frozen=True):
+class _JobPart(checks.Part, frozen=True):
     def __call__(self, name: str, value: object) -> Any:
         # Not by its class: a run loads nothing of groups.
         return value if hasattr(value, "children") else super().__call__(name, value)
@@ -120,7 +110,9 @@ class RunRequest(SpecValue, prefix=""):
         help="event loop of the launcher: 'asyncio', 'uvloop' or 'auto' (default 'auto', which"
         " takes asyncio)",
     )
-    color: str = field(default="never", check=OneOf(("auto", "always", "never")), label="--color")
+    color: str = field(
+        default="never", check=checks.OneOf(("auto", "always", "never")), label="--color"
+    )
     """Colors of the launcher's own lines: "auto", "always" or "never"."""
     level: int | None = field(default=None)
     """Least level of the printed lines; None takes LOGLEVEL's."""
@@ -220,7 +212,7 @@ def parse_run(
 
         values = vars(option_parser(accepted, prog).parse_args(options))
     if not program:
-        raise UsageError(f"a script is required: {prog} [options] script [arguments]")
+        raise checks.UsageError(f"a script is required: {prog} [options] script [arguments]")
     variables: dict[str, str] = {}
     for option in accepted:
         if values[option.dest] is None and (value := value_from_env(option, env)) is not None:
@@ -242,8 +234,8 @@ def parse_run(
         request = _request(values, program, env)
         warnings = [*notes, *found, *request.warnings, *_misplaced(argv, program, accepted, env)]
         return request.replace(spec=request.spec, variables=variables, warnings=tuple(warnings))
-    except (SpecError, UsageError) as error:
-        raise UsageError(as_option_error(error, variables)) from error
+    except (SpecError, checks.UsageError) as error:
+        raise checks.UsageError(as_option_error(error, variables)) from error
 
 
 def _misplaced(
@@ -284,7 +276,7 @@ def _with_local_rank(values: Values, program: list[str]) -> list[str]:
     if values["use_env"]:
         return program
     if values["no_python"] and not values["run_path"]:
-        raise UsageError("--no-python: needs --use-env: --local-rank is for Python scripts")
+        raise checks.UsageError("--no-python: needs --use-env: --local-rank is for Python scripts")
     return [program[0], "--local-rank=${local_rank}", *program[1:]]
 
 
@@ -373,7 +365,7 @@ def _restarts(values: Values) -> dict[str, Any]:
 
 def _level(values: Values) -> int | None:
     if values["quiet"] and values["verbose"]:
-        raise UsageError("--quiet: excludes --verbose")
+        raise checks.UsageError("--quiet: excludes --verbose")
     if values["quiet"]:
         return _ERROR
     return _INFO if values["verbose"] else None
@@ -392,7 +384,7 @@ def _usage_warnings(values: Values) -> list[str]:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in _DEADLINES)
         warnings.append(f"--on-timeout has no effect without one of {options}")
     if (interval := values["monitor_interval"]) is not None:
-        parse_seconds("--monitor-interval", interval, is_positive=True)
+        checks.parse_seconds("--monitor-interval", interval, is_positive=True)
         warnings.append("--monitor-interval has no effect: workers are not polled")
     return warnings
 
@@ -407,7 +399,7 @@ def _program(
 
         return Function(run_script, script), program
     if values["module"] and values["no_python"]:
-        raise UsageError("-m/--module: excludes --no-python")
+        raise checks.UsageError("-m/--module: excludes --no-python")
     if values["module"]:
         return Module(script), args
     return (Command((script,)) if values["no_python"] else Script(script)), args
@@ -447,14 +439,14 @@ def _log_layout(name: str | None) -> Callable[..., LogSpec]:
         try:
             layout: Callable[..., LogSpec] = entry.load()
         except Exception as error:
-            raise UsageError(f"--logs-specs: {name} cannot be loaded: {error!r}") from error
+            raise checks.UsageError(f"--logs-specs: {name} cannot be loaded: {error!r}") from error
         if entry.group == ENTRY_POINTS:
             return layout
         from elastic_aio.torch_logs import TorchLogLayout
 
         return partial(TorchLogLayout.of_plugin, layout)
     known = ", ".join(sorted({"default", *(entry.name for entry in found)}))
-    raise invalid_value("--logs-specs", f"must be one of: {known}", name)
+    raise checks.invalid_value("--logs-specs", f"must be one of: {known}", name)
 
 
 def _color(values: Values, env: Mapping[str, str]) -> str:
@@ -468,7 +460,7 @@ def _color(values: Values, env: Mapping[str, str]) -> str:
 
 
 def _nproc(option: str, text: str) -> int | str:
-    return text if (number := parse_int(text)) is None else number
+    return text if (number := checks.parse_int(text)) is None else number
 
 
 def _streams(option: str, text: str) -> StdMap:
@@ -487,30 +479,30 @@ def _texts(option: str, text: str) -> list[str]:
 
 
 def _ranks(option: str, text: str) -> list[int]:
-    ranks = [parse_int(part.strip()) for part in text.split(",")] if text.strip() else []
+    ranks = [checks.parse_int(part.strip()) for part in text.split(",")] if text.strip() else []
     if None in ranks:
-        raise invalid_value(option, "must be local ranks such as '0,2'", text)
+        raise checks.invalid_value(option, "must be local ranks such as '0,2'", text)
     return [rank for rank in ranks if rank is not None]
 
 
 def _size(option: str, text: str) -> int:
-    if (size := parse_size(text)) is None:
-        raise invalid_value(option, "must be a size such as '100M' or '65536'", text)
+    if (size := checks.parse_size(text)) is None:
+        raise checks.invalid_value(option, "must be a size such as '100M' or '65536'", text)
     return size
 
 
 def _steps(option: str, text: str) -> tuple[StopStep, ...]:
-    return (StopStep(SIGTERM, parse_seconds(option, text, limit=SECONDS_LIMIT)),)
+    return (StopStep(SIGTERM, checks.parse_seconds(option, text, limit=SECONDS_LIMIT)),)
 
 
 def _signals(option: str, text: str) -> set[int]:
     numbers = set()
     for name in text.split(","):
         try:
-            numbers.add(signal_number(option, name.strip()))
+            numbers.add(checks.signal_number(option, name.strip()))
         except SpecError:
             problem = "must be signal names such as 'SIGTERM,SIGINT'"
-            raise invalid_value(option, problem, name.strip()) from None
+            raise checks.invalid_value(option, problem, name.strip()) from None
     # torchrun's users list SIGUSR1 to have it forwarded while the job goes on.
     return numbers - SignalSpec().forward
 
@@ -533,7 +525,7 @@ _FORMS: Final[Mapping[str, Callable[[str, str], Any]]] = {
 # ----------------------------------------------------------------------- errors
 
 
-def as_option_error(error: SpecError | UsageError, variables: Mapping[str, str] = {}) -> str:
+def as_option_error(error: SpecError | checks.UsageError, variables: Mapping[str, str] = {}) -> str:
     """Return the message of an error with the option, or its variable, in place of the field."""
     message = str(error)
     if isinstance(error, SpecError):

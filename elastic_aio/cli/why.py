@@ -9,19 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+from elastic_aio.cli import local_jobs
 from elastic_aio.cli.exit_codes import guide_of_end
-from elastic_aio.cli.local_jobs import (
-    EXIT_CODES,
-    JobError,
-    add_child,
-    check_child,
-    choose_run,
-    command,
-    events_below,
-    job_parser,
-    recorded_events,
-    with_child,
-)
 from elastic_aio.cli.options import print_error
 from elastic_aio.cli.status_text import head_lines, local_time
 from elastic_aio.control.client import CommandClient, RunningJob, iterate_blocking
@@ -49,16 +38,16 @@ def format_steps(steps: Sequence[Step]) -> list[str]:
     return lines
 
 
-@command("why")
+@local_jobs.command("why")
 def main_why(argv: Sequence[str]) -> int:
-    parser = job_parser(
+    parser = local_jobs.job_parser(
         "why",
         "Print the decisions that led to the present state of a job, each with its rule and its"
         " evidence. Of a run that has ended, also the failure report.",
-        epilog=EXIT_CODES,
+        epilog=local_jobs.EXIT_CODES,
         takes_runs=True,
     )
-    add_child(parser)
+    local_jobs.add_child(parser)
     parser.add_argument("--all", action="store_true", help=f"all steps (default: {STEPS_MAX})")
     parser.add_argument(
         "--from",
@@ -70,18 +59,20 @@ def main_why(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.file is not None and arguments.job is not None:
         raise UsageError("JOB: has no effect with --from")
-    name, child = (None, "") if arguments.file else with_child(arguments.job, arguments.child)
-    job = None if arguments.file else choose_run(name)
+    name, child = (
+        (None, "") if arguments.file else local_jobs.with_child(arguments.job, arguments.child)
+    )
+    job = None if arguments.file else local_jobs.choose_run(name)
     if job is not None:
-        check_child(job, child)
+        local_jobs.check_child(job, child)
     report = ""
     if job is not None and not isinstance(job, RunningJob):
         from elastic_aio.cli.finished_jobs import run_lines
 
         history, head, report = [], run_lines(job), job.report() or _help(job)
         try:
-            history = recorded_events(job)
-        except JobError as error:
+            history = local_jobs.recorded_events(job)
+        except local_jobs.JobError as error:
             print_error("why", str(error), 0)
             head += [f"failed    {one_line(text)}" for text in job.failures]
     else:
@@ -90,7 +81,7 @@ def main_why(argv: Sequence[str]) -> int:
         )
         now = history[-1].time if job is None else time.time()
         head = _head(history, now, None if job is None else job.status)
-    steps = explain([*events_below(history, child)])
+    steps = explain([*local_jobs.events_below(history, child)])
     shown = steps if arguments.all else steps[-STEPS_MAX:]
     lines = [*head, ""]
     if len(shown) < len(steps):

@@ -28,18 +28,29 @@ from weakref import WeakSet
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elastic_aio.control import protocol
-from elastic_aio.control.sockets import (
-    SOCKET_SUFFIX,
-    directories,
-    has_agent_name,
-    has_ended,
-    is_of_own_process,
-    is_peer_allowed,
-    named_pid,
-    open_peer,
-    peer_of,
-    socket_paths,
+from elastic_aio.control import sockets
+from elastic_aio.control.protocol import (
+    AcceptedReply,
+    AwaitEnd,
+    ControlRequest,
+    DoneReply,
+    DumpReply,
+    DumpStacks,
+    EndReply,
+    ErrorReply,
+    EventReply,
+    GetEvents,
+    GetStatus,
+    PreemptJob,
+    ReloadJob,
+    Reply,
+    RestartJob,
+    ScaleJob,
+    SendSignal,
+    StatusReply,
+    StopJob,
+    decode_reply,
+    encode,
 )
 from elastic_aio.errors import AgentUnreachable, ControlError, JobNotFound
 from elastic_aio.process import proc
@@ -127,10 +138,10 @@ class Channel:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
             undo.enter_context(self._socket)
             self._socket.connect(path)
-            if not is_peer_allowed(self._socket):
+            if not sockets.is_peer_allowed(self._socket):
                 raise PermissionError(f"{path} is another user's")
             # A fork of the agent may hold the other end open.
-            self.agent = open_peer(self._socket, path)
+            self.agent = sockets.open_peer(self._socket, path)
             """A pidfd of the agent, or -1."""
             if self.agent >= 0:
                 undo.callback(os.close, self.agent)
@@ -151,17 +162,17 @@ class Channel:
     @property
     def pid(self) -> int:
         """Process id of the agent; 0 in another pid namespace."""
-        return peer_of(self._socket)[0]
+        return sockets.peer_of(self._socket)[0]
 
-    def send(self, request: protocol.ControlRequest) -> None:
+    def send(self, request: ControlRequest) -> None:
         """Send the request: the kernel has room for it.
 
         An agent that has refused the connection has said so already.
         """
         with suppress(BrokenPipeError):
-            self._socket.sendall(protocol.encode(request))
+            self._socket.sendall(encode(request))
 
-    async def receive(self, timeout: float | None = None) -> protocol.Reply | None:
+    async def receive(self, timeout: float | None = None) -> Reply | None:
         """Return the next reply; None after the last reply, or if the agent was killed.
 
         Args:
@@ -186,7 +197,7 @@ class Channel:
                 raise ControlError("the answer is too long")
         line = bytes(self._received[:end])
         del self._received[: end + 1]
-        return protocol.decode_reply(line)
+        return decode_reply(line)
 
     async def _read(self, deadline: float | None) -> bytes:
         """Return what has arrived; nothing at the end of the connection, or of the agent."""
@@ -195,7 +206,7 @@ class Channel:
         while True:
             if waits:
                 await self._wait(watched, None if deadline is None else deadline - time.monotonic())
-                is_gone = has_ended(self.agent)
+                is_gone = sockets.has_ended(self.agent)
             self._yields = waits = True  # so that a long answer does not block the event loop
             try:
                 return self._socket.recv(_CHUNK)
@@ -237,8 +248,8 @@ class JobClient:
             usage: read what the workers have used, if they are processes of this pid namespace.
             makes_files: each captured stream has its file from now on, also an empty stream.
         """
-        async with self._request(protocol.GetStatus(makes_files=makes_files)) as channel:
-            reply = await self._receive(channel, self._timeout, protocol.StatusReply)
+        async with self._request(GetStatus(makes_files=makes_files)) as channel:
+            reply = await self._receive(channel, self._timeout, StatusReply)
             is_local = channel.pid == reply.status.agent_pid
         return with_usage(reply.status) if usage and is_local else reply.status
 
@@ -246,11 +257,11 @@ class JobClient:
         """Iterate over the events after the number `after`; with `follow` to the end of the job."""
         from elastic_aio.event_json import event_from_json  # most requests read no event
 
-        async with self._request(protocol.GetEvents(after=after, follow=follow)) as channel:
+        async with self._request(GetEvents(after=after, follow=follow)) as channel:
             limit = None if follow else self._timeout
             while True:
-                reply = await self._receive(channel, limit, protocol.EventReply, protocol.DoneReply)
-                if not isinstance(reply, protocol.EventReply):
+                reply = await self._receive(channel, limit, EventReply, DoneReply)
+                if not isinstance(reply, EventReply):
                     break
                 yield event_from_json(bytes(reply.event))
 
@@ -262,7 +273,7 @@ class JobClient:
         kill: bool = False,
         wait: bool = True,
         child: str = "",
-    ) -> protocol.EndReply | None:
+    ) -> EndReply | None:
         """End the job by its stop plan; return how it has ended, None of a child.
 
         Args:
@@ -272,10 +283,10 @@ class JobClient:
             wait: wait for the end; otherwise return None when the stop has begun.
         """
         number = None if signal is None else signal_number("signal", signal)
-        request = protocol.StopJob(reason=reason, signal=number, kill=kill, wait=wait, child=child)
+        request = StopJob(reason=reason, signal=number, kill=kill, wait=wait, child=child)
         if wait and not child:
-            return await self._ask(request, protocol.EndReply)
-        await self._ask(request, protocol.DoneReply, None if wait else self._timeout)
+            return await self._ask(request, EndReply)
+        await self._ask(request, DoneReply, None if wait else self._timeout)
         return None
 
     async def kill_launcher(self) -> bool:
@@ -289,7 +300,7 @@ class JobClient:
         """
         deadline = time.monotonic() + self._timeout
         with self._connected() as channel:
-            if not is_of_own_process(self.job.path):
+            if not sockets.is_of_own_process(self.job.path):
                 program, pid = proc.name_of(channel.pid), self.job.pid
                 problem = "may have other jobs, and is not killed"
                 raise ControlError(f"its launcher, {program}, {problem} (kill -9 {pid} does)")
@@ -302,48 +313,44 @@ class JobClient:
                 pidfd_send_signal(channel.agent, SIGKILL)
                 for pidfd in ending:
                     await self._wait([pidfd], deadline - time.monotonic())
-            return has_ended(channel.agent)
+            return sockets.has_ended(channel.agent)
 
     async def restart(self, reason: str = "", *, child: str = "") -> bool:
         """Replace the present attempt; True once another one runs, False if the job has ended."""
-        return (
-            await self._ask(protocol.RestartJob(reason=reason, child=child), protocol.DoneReply)
-        ).is_done
+        return (await self._ask(RestartJob(reason=reason, child=child), DoneReply)).is_done
 
     async def reload(self, child: str = "") -> bool:
         """Start the workers of a child anew, one after the other; return whether all were."""
-        return (await self._ask(protocol.ReloadJob(child=child), protocol.DoneReply)).is_done
+        return (await self._ask(ReloadJob(child=child), DoneReply)).is_done
 
     async def scale(self, child: str, number: int) -> None:
         """Change the number of the workers of a child."""
-        await self._ask(protocol.ScaleJob(child=child, number=number), protocol.DoneReply)
+        await self._ask(ScaleJob(child=child, number=number), DoneReply)
 
     async def preempt(self, seconds: float | None = None, reason: str = "") -> bool:
         """Give notice of a preemption in so many `seconds`; None: the seconds of the job's spec.
 
         False: a stop, or a notice before, leaves no more time.
         """
-        request = protocol.PreemptJob(seconds=seconds, reason=reason)
-        return (await self._ask(request, protocol.DoneReply, self._timeout)).is_done
+        request = PreemptJob(seconds=seconds, reason=reason)
+        return (await self._ask(request, DoneReply, self._timeout)).is_done
 
     async def signal(
         self, signal: int | str, rank: int | None = None, *, child: str = ""
-    ) -> protocol.DoneReply:
+    ) -> DoneReply:
         """Send a signal to the worker `rank`, or to each worker of the node.
 
         Returns the `pids` that got it, and the `unhandled` ranks, which have no handler for it.
         """
-        request = protocol.SendSignal(
-            signal=signal_number("signal", signal), rank=rank, child=child
-        )
-        return await self._ask(request, protocol.DoneReply, self._timeout)
+        request = SendSignal(signal=signal_number("signal", signal), rank=rank, child=child)
+        return await self._ask(request, DoneReply, self._timeout)
 
-    async def dump(self, reason: str = "", *, child: str = "") -> protocol.DumpReply:
+    async def dump(self, reason: str = "", *, child: str = "") -> DumpReply:
         """Return what all workers of the node are doing: the `text`, and the `path` of its file."""
-        request = protocol.DumpStacks(reason=reason, child=child)
-        return await self._ask(request, protocol.DumpReply, max(_DUMP_S, self._timeout))
+        request = DumpStacks(reason=reason, child=child)
+        return await self._ask(request, DumpReply, max(_DUMP_S, self._timeout))
 
-    async def wait(self, timeout: float | None = None) -> protocol.EndReply:
+    async def wait(self, timeout: float | None = None) -> EndReply:
         """Wait for the end of the job; return its `state`, `why`, and its `exit_code`.
 
         Raises:
@@ -351,7 +358,7 @@ class JobClient:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
-            return await self._ask(protocol.AwaitEnd(), protocol.EndReply, timeout)
+            return await self._ask(AwaitEnd(), EndReply, timeout)
         except AgentUnreachable:
             if deadline is None or time.monotonic() + _EARLY_S < deadline:
                 raise
@@ -373,13 +380,13 @@ class JobClient:
 
     @asynccontextmanager
     async def _request(
-        self, request: protocol.ControlRequest, timeout: float | None = None
+        self, request: ControlRequest, timeout: float | None = None
     ) -> AsyncIterator[Channel]:
         """Send a request, and yield the connection when the agent has read it."""
         with self._connected() as channel:
             channel.send(replace(request, acknowledge=True))
             limit = self._timeout if timeout is None else min(timeout, self._timeout)
-            await self._receive(channel, limit, protocol.AcceptedReply)
+            await self._receive(channel, limit, AcceptedReply)
             yield channel
 
     async def _receive(self, channel: Channel, timeout: float | None, *kinds: type[R]) -> R:
@@ -391,13 +398,11 @@ class JobClient:
             raise JobNotFound(_ENDED)
         if reply is None:
             raise AgentUnreachable("the connection to the agent is lost")
-        if isinstance(reply, protocol.ErrorReply):
+        if isinstance(reply, ErrorReply):
             raise ControlError(reply.problem)
         raise ControlError("the agent has sent another kind of answer")
 
-    async def _ask(
-        self, request: protocol.ControlRequest, kind: type[R], timeout: float | None = None
-    ) -> R:
+    async def _ask(self, request: ControlRequest, kind: type[R], timeout: float | None = None) -> R:
         """Return the answer to a request, which takes `timeout` seconds at most."""
         async with self._request(request, timeout) as channel:
             return await self._receive(channel, timeout, kind)
@@ -415,11 +420,11 @@ class CommandClient(JobClient):
 
         def following(seconds: float) -> Event | None:
             with suppress(TimeoutError):
-                reply = run_blocking(self._receive(channel, seconds, protocol.EventReply))
+                reply = run_blocking(self._receive(channel, seconds, EventReply))
                 return event_from_json(bytes(reply.event))
             return None
 
-        request = self._request(protocol.GetEvents(after=after, follow=True))
+        request = self._request(GetEvents(after=after, follow=True))
         with run_blocking(request.__aenter__()) as channel:
             yield following
 
@@ -441,8 +446,8 @@ async def connect(
     Raises:
         JobNotFound: there is no such job, or there are several.
     """
-    is_path = isinstance(job, str) and job.endswith(SOCKET_SUFFIX)
-    paths = [str(job)] if is_path else socket_paths(directories())
+    is_path = isinstance(job, str) and job.endswith(sockets.SOCKET_SUFFIX)
+    paths = [str(job)] if is_path else sockets.socket_paths(sockets.directories())
     jobs = await _look(paths, min(timeout, _PATIENCE_S), wait_in_loop)
     if is_path and not jobs:
         raise JobNotFound(f"no job is at this control socket (got {format_value(job)})")
@@ -460,12 +465,12 @@ async def list_jobs(patience: float = _PATIENCE_S) -> list[RunningJob]:
     Sockets of launchers that were killed are removed.  All agents together have `patience` seconds
     to answer: one may be suspended.
     """
-    return await _look(socket_paths(directories()), patience, wait_in_loop)
+    return await _look(sockets.socket_paths(sockets.directories()), patience, wait_in_loop)
 
 
 def find_jobs(patience: float = _PATIENCE_S) -> list[RunningJob]:
     """Return what `list_jobs` returns, in a program without an event loop."""
-    return run_blocking(_look(socket_paths(directories()), patience, wait_blocking))
+    return run_blocking(_look(sockets.socket_paths(sockets.directories()), patience, wait_blocking))
 
 
 async def _look(paths: Sequence[str], patience: float, wait: Wait) -> list[RunningJob]:
@@ -482,7 +487,7 @@ async def _look(paths: Sequence[str], patience: float, wait: Wait) -> list[Runni
                 continue  # just closed, or another user's
             else:
                 with suppress(OSError):
-                    channel.send(protocol.GetStatus())
+                    channel.send(GetStatus())
                 channels.append((path, channel))
         deadline = time.monotonic() + patience
         jobs = [await _read_job(path, channel, deadline) for path, channel in channels]
@@ -492,7 +497,7 @@ async def _look(paths: Sequence[str], patience: float, wait: Wait) -> list[Runni
 
 async def _read_job(path: str, channel: Channel | None, deadline: float) -> RunningJob | None:
     """Return the job behind a socket; None if it has ended."""
-    named = named_pid(path)
+    named = sockets.named_pid(path)
     if channel is None:
         return RunningJob(path, named, None)
     try:
@@ -501,7 +506,7 @@ async def _read_job(path: str, channel: Channel | None, deadline: float) -> Runn
         if _has_closed(path, error):
             return None
         return RunningJob(path, channel.pid or named, None)
-    if not isinstance(reply, protocol.StatusReply):
+    if not isinstance(reply, StatusReply):
         # It has ended, or cannot answer: its package was removed, or it has too many clients.
         return None if reply is None else RunningJob(path, channel.pid or named, None)
     agent = reply.status.agent_pid or named
@@ -520,7 +525,7 @@ def _is_gone(path: str) -> bool:
 def _remove(path: str) -> None:
     with suppress(OSError):
         # `connect` takes any path; a socket of another program refuses until that listens.
-        if has_agent_name(path) and stat.S_ISSOCK(os.lstat(path).st_mode):
+        if sockets.has_agent_name(path) and stat.S_ISSOCK(os.lstat(path).st_mode):
             os.unlink(path)
 
 

@@ -80,15 +80,13 @@ async def serve(connection: socket.socket, job: ControlledJob, place: Place) -> 
     """
     try:
         client = f"requested by {describe_peer(connection)}"
-        reader, writer = await asyncio.open_unix_connection(
-            sock=connection, limit=protocol.REQUEST_MAX
-        )
+        limit = protocol.REQUEST_MAX
+        reader, writer = await asyncio.open_unix_connection(sock=connection, limit=limit)
     except BaseException:  # a cancellation too
         connection.close()
         raise
     # Without a buffer, `drain` waits until the kernel has all of the answer.
     writer.transport.set_write_buffer_limits(0)
-
     is_answered = False
     seconds: float | None = _READ_S
 

@@ -51,18 +51,7 @@ from typing import Final
 from msgspec import Struct
 
 from elastic_aio.aio import create_task, run_shielded
-from elastic_aio.discovery.choice import (
-    FENCE,
-    RECONNECT_FOR,
-    Choice,
-    EndpointState,
-    ServeStore,
-    UseStore,
-    WaitUntil,
-    choose_endpoint,
-    endpoint_turn,
-    search_grace,
-)
+from elastic_aio.discovery import choice
 from elastic_aio.discovery.network import (
     StoreNetwork,
     is_loopback,
@@ -175,7 +164,7 @@ class Dialer:
     @property
     def reply_timeout(self) -> float:
         """Seconds without an answer after which a connection is given up."""
-        return self._spec.heartbeat_timeout - RECONNECT_FOR - FENCE
+        return self._spec.heartbeat_timeout - choice.RECONNECT_FOR - choice.FENCE
 
     @property
     def _ping_interval(self) -> float:
@@ -226,7 +215,7 @@ class Dialer:
         store = connect(
             format_endpoint(address[1]),
             reply_timeout=self.reply_timeout,
-            reconnect_for=RECONNECT_FOR,
+            reconnect_for=choice.RECONNECT_FOR,
             peer_timeout=self._spec.heartbeat_timeout,
             token=self._spec.token,
             tls=tls,
@@ -334,7 +323,7 @@ class EndpointMonitor:
         self.endpoint = endpoint
         self.addresses: tuple[Address, ...] = ()
         self.own_addresses: tuple[Address, ...] = ()
-        self.state = EndpointState.UNKNOWN
+        self.state = choice.EndpointState.UNKNOWN
         self.reason = "does not answer"
         self.turn = math.inf
         """Seconds of a search after which this node may serve it."""
@@ -395,7 +384,7 @@ class EndpointMonitor:
                 await self._dial()
             # There is no notification of a server that begins to listen.
             with contextlib.suppress(TimeoutError):
-                is_refused = self.state is EndpointState.REFUSED
+                is_refused = self.state is choice.EndpointState.REFUSED
                 retry = _RETRY_REFUSED if is_refused else _RETRY
                 async with asyncio.timeout(retry.delay(attempt, random.random)):
                     await self._retry.wait()
@@ -407,19 +396,23 @@ class EndpointMonitor:
         try:
             self._handshake = await self._dialer.dial(self.endpoint.host, self.addresses)
         except StoreNotFound as error:
-            no_store = EndpointState.REFUSED if error.is_refusal else EndpointState.NO_STORE
+            no_store = (
+                choice.EndpointState.REFUSED if error.is_refusal else choice.EndpointState.NO_STORE
+            )
             self._set_no_store(str(error), no_store)
             return
         finally:
             silent.cancel()
         has_job = bool(self._handshake.job)
-        self.state = EndpointState.ACTIVE_RUN if has_job else EndpointState.STORE
+        self.state = choice.EndpointState.ACTIVE_RUN if has_job else choice.EndpointState.STORE
         self._on_change()
         why = await self._handshake.store.wait_lost()
         self._handshake = None
         self._set_no_store(why)
 
-    def _set_no_store(self, why: str, state: EndpointState = EndpointState.NO_STORE) -> None:
+    def _set_no_store(
+        self, why: str, state: choice.EndpointState = choice.EndpointState.NO_STORE
+    ) -> None:
         self.state, self.reason = state, why
         self._on_change()
 
@@ -463,12 +456,12 @@ class EndpointSearch:
         self._may_serve = may_serve
         self._timeout = timeout = spec.read_timeout
         self._network = dialer.network
-        self._grace = search_grace(is_first=is_first, timeout=timeout)
+        self._grace = choice.search_grace(is_first=is_first, timeout=timeout)
         self._deferrals = 0
         self._noticed: set[bool] = set()
         self.monitors = [EndpointMonitor(one, dialer, self._changed.set) for one in endpoints]
         for index, monitor in enumerate(self.monitors):
-            monitor.turn = endpoint_turn(index, is_first=is_first, timeout=timeout)
+            monitor.turn = choice.endpoint_turn(index, is_first=is_first, timeout=timeout)
 
     @property
     def time_left(self) -> float:
@@ -480,13 +473,13 @@ class EndpointSearch:
         """Whether the timeout has passed."""
         return self.time_left <= 0
 
-    def choice(self) -> Choice:
+    def choice(self) -> choice.Choice:
         """Return the present step."""
         for monitor in self.monitors:
             monitor.check()
         states = [monitor.state for monitor in self.monitors]
         turns = [one.turn if self.addresses_to_bind(one) else math.inf for one in self.monitors]
-        return choose_endpoint(states, turns, self._elapsed, self._grace)
+        return choice.choose_endpoint(states, turns, self._elapsed, self._grace)
 
     async def wait_changed(self, until: float) -> None:
         """Wait until a state changes, or the search has taken `until` seconds.
@@ -522,7 +515,7 @@ class EndpointSearch:
         """Let some time pass before this node tries again to serve an endpoint."""
         monitor.bind_error = why
         # The kernel does not notify us when a port becomes free.
-        is_refused = monitor.state is EndpointState.REFUSED
+        is_refused = monitor.state is choice.EndpointState.REFUSED
         retry = _RETRY_BIND_REFUSED if is_refused else _RETRY_BIND
         monitor.turn = self._elapsed + retry.ceiling(self._deferrals) * (1 + random.random())
         self._deferrals += 1
@@ -548,7 +541,7 @@ class EndpointSearch:
 
     @property
     def _is_refused(self) -> bool:
-        return any(one.state is EndpointState.REFUSED for one in self.monitors)
+        return any(one.state is choice.EndpointState.REFUSED for one in self.monitors)
 
     async def explain(self) -> str:
         """Return in one line why no endpoint can be used."""
@@ -864,7 +857,7 @@ class StoreLocator(Locator):
             if search.is_notice_due() and not search.is_over:
                 self._on_wait(await search.explain(), search.time_left)
             match search.choice():
-                case UseStore(index):
+                case choice.UseStore(index):
                     monitor = search.monitors[index]
                     return self._located(monitor, await monitor.take())
                 case _ if search.is_over:
@@ -872,11 +865,11 @@ class StoreLocator(Locator):
                         f"no store could be reached within {self._spec.read_timeout:g} s: "
                         f"{await search.explain()}"
                     )
-                case ServeStore(index):
+                case choice.ServeStore(index):
                     located = await self._serve(search, search.monitors[index])
                     if located is not None:
                         return located
-                case WaitUntil(until):
+                case choice.WaitUntil(until):
                     await search.wait_changed(until)
 
     def _located(self, monitor: EndpointMonitor, handshake: StoreHandshake) -> LocatedStore:
@@ -948,7 +941,7 @@ class StoreLocator(Locator):
         port, host = server.port, monitor.endpoint.host
         addresses = [(family, (name[0], port, *name[2:])) for family, name in monitor.addresses]
         # An address of another host that has not even refused a connection drops the packets.
-        if is_wildcard and monitor.state is EndpointState.UNKNOWN:
+        if is_wildcard and monitor.state is choice.EndpointState.UNKNOWN:
             addresses = []
         dialer = Dialer(self._spec, self._dialer.run_id, self._dialer.network)
         try:

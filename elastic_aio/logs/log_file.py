@@ -172,7 +172,7 @@ def last_lines(path: str, count: int) -> int:
 
 def _read_tail(path: str, size: int) -> tuple[int, bytes]:
     """Return the position and the content of the end of a file that `read_end` returns."""
-    with open(open_log(path), "rb", buffering=0) as file:
+    with open(path, "rb", buffering=0, opener=lambda name, _: open_log(name)) as file:
         descriptor = file.fileno()
         status = os.fstat(descriptor)
         if not (end := status.st_size) and stat.S_ISREG(status.st_mode):

@@ -31,17 +31,8 @@ from typing import Any
 
 from elastic_aio.errors import HostError, SpawnError
 from elastic_aio.outcome import ExitStatus
+from elastic_aio.process import children
 from elastic_aio.process.calls import import_path, interpreter_flags, memory_file
-from elastic_aio.process.children import (
-    Child,
-    ChildExit,
-    ChildSpec,
-    PidfdChild,
-    PidfdWatch,
-    Spawner,
-    check_directory,
-    spawn_error,
-)
 from elastic_aio.process.descriptors import limit
 from elastic_aio.process.rusage import usage_of
 from elastic_aio.text import error_reason
@@ -60,7 +51,7 @@ class ForkServer:
 
     def __init__(
         self,
-        spawner: Spawner,
+        spawner: children.Spawner,
         *,
         python: str,
         program: Sequence[str],
@@ -68,7 +59,7 @@ class ForkServer:
         env: Mapping[str, str],
         cwd: str | None,
         streams: tuple[int, int, int],
-        on_started: Callable[[Child], None],
+        on_started: Callable[[children.Child], None],
     ) -> None:
         """Configure; nothing is started yet.
 
@@ -117,7 +108,7 @@ class ForkServer:
             numbers = (str(server_end.fileno()), str(settings))
             stdin, stdout, stderr = self._streams
             server = await self._spawner(
-                ChildSpec(
+                children.ChildSpec(
                     argv=(self._python, *self._flags, "-u", _MAIN, *numbers),
                     env=self._env,
                     cwd=self._cwd,
@@ -140,14 +131,14 @@ class ForkServer:
         self._channel = _Channel(server, own_end)
         self._on_started(server)
 
-    async def __call__(self, spec: ChildSpec, /) -> Child:
+    async def __call__(self, spec: children.ChildSpec, /) -> children.Child:
         """Let the server fork one worker.
 
         Raises:
             SpawnError: the server or the worker could not be started, or a module could
                 not be imported.
         """
-        check_directory(spec)
+        children.check_directory(spec)
         async with self._lock:
             if self._channel is None or self._channel.is_lost:
                 await self.start()
@@ -164,12 +155,12 @@ class ForkServer:
 
 
 class _Channel:
-    def __init__(self, server: Child, sock: socket.socket) -> None:
+    def __init__(self, server: children.Child, sock: socket.socket) -> None:
         self._server = server
         self._socket = sock
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = self._loop.create_future()
-        self._requests: collections.deque[asyncio.Future[Child]] = collections.deque()
+        self._requests: collections.deque[asyncio.Future[children.Child]] = collections.deque()
         self._workers: dict[int, _ForkedChild] = {}
         self._import_error = ""
         sock.setblocking(False)
@@ -183,12 +174,12 @@ class _Channel:
     def is_lost(self) -> bool:
         return self._socket.fileno() < 0
 
-    async def fork(self, spec: ChildSpec) -> Child:
+    async def fork(self, spec: children.ChildSpec) -> children.Child:
         try:
             request = memory_file("request")
         except HostError as error:
             raise SpawnError(str(error), permanent=False, exit_code=1) from error
-        started: asyncio.Future[Child] = self._loop.create_future()
+        started: asyncio.Future[children.Child] = self._loop.create_future()
         self._requests.append(started)
         try:
             with open(request, "wb") as file:  # noqa: ASYNC230  # in memory
@@ -206,11 +197,11 @@ class _Channel:
                 socket.send_fds(self._socket, [b"R"], [request, *streams, *spec.pass_fds])
         except OSError as error:
             self._requests.remove(started)
-            raise spawn_error(error, spec) from error
+            raise children.spawn_error(error, spec) from error
         try:
             return await started
         except OSError as error:
-            raise spawn_error(error, spec) from error
+            raise children.spawn_error(error, spec) from error
 
     async def aclose(self) -> None:
         self._server.send_signal(signal.SIGKILL)
@@ -293,7 +284,7 @@ class _Channel:
         self._workers.clear()
 
 
-class _ForkedChild(PidfdChild):
+class _ForkedChild(children.PidfdChild):
     _is_reaped_here = False
 
     def on_reaped(self, wait_status: int, rusage: resource.struct_rusage) -> None:
@@ -301,13 +292,13 @@ class _ForkedChild(PidfdChild):
         os.close(self._pidfd)
         self._pidfd = -1
         status = ExitStatus.from_returncode(os.waitstatus_to_exitcode(wait_status))
-        self.set_exited(ChildExit(status, time.monotonic(), usage_of(rusage)))
+        self.set_exited(children.ChildExit(status, time.monotonic(), usage_of(rusage)))
 
     def on_server_lost(self) -> None:
         """Watch the worker by its pidfd; only the server could have reported the status."""
 
         def on_end() -> None:
             self._pidfd = -1  # the watch closes it
-            self.set_exited(ChildExit(ExitStatus(), time.monotonic()))
+            self.set_exited(children.ChildExit(ExitStatus(), time.monotonic()))
 
-        PidfdWatch(self._pidfd, on_end)
+        children.PidfdWatch(self._pidfd, on_end)

@@ -111,24 +111,13 @@ from elastic_aio.outcome import (
     JobState,
     preempted,
 )
+from elastic_aio.rendezvous import formation
 from elastic_aio.rendezvous.base import (
     ChangePending,
     RestartCause,
     RestartPending,
     StopRound,
     pending_event,
-)
-from elastic_aio.rendezvous.formation import (
-    admit,
-    charge_node_loss,
-    find_rank_holders,
-    form_round,
-    form_when_possible,
-    note_exclusions,
-    recover_round,
-    reject,
-    stop_active,
-    wait_for_ranks,
 )
 from elastic_aio.rendezvous.messages import (
     MemberPhase,
@@ -265,19 +254,19 @@ def _restore(state: CoordinatorState) -> None:
 
 def _reform(state: CoordinatorState, active: list[MemberRecord]) -> None:
     """Form another round of the remaining nodes, or stop and wait for more nodes."""
-    if state.round.has_lost_member and charge_node_loss(state):
+    if state.round.has_lost_member and formation.charge_node_loss(state):
         return
     active = [one for one in active if not (one.status.drain_reason or one.is_excluded)]
     waiting = [
         one for one in state.unplaced() if not one.status.is_busy and not one.refused_because
     ]
     if len(active) + len(waiting) >= state.settings.minimum:
-        form_round(state, [*active, *waiting])
+        formation.form_round(state, [*active, *waiting])
         return
     state.round.cause = state.next_cause()
     left = f"only {counted(len(active), 'node')} of {state.settings.nnodes} left"
     state.round.stop_reason = f"{state.round.change_text}: {left}"
-    stop_active(state)
+    formation.stop_active(state)
     state.wait_for_nodes()
 
 
@@ -300,7 +289,7 @@ def _scale_up(state: CoordinatorState, active: list[MemberRecord], *, is_closing
     is_delayed = len(ready) < free and state.arm(until)
     has_agreed = limit == 0 or _have_agreed(state, active)
     if ready and not is_delayed and (has_agreed or not state.arm(until + limit)):
-        form_round(state, [*staying, *ready], why)
+        formation.form_round(state, [*staying, *ready], why)
     elif state.settings.scale_up_delay + limit > _BURST_S:
         _announce_change(state, active, ready, why, until + limit)
 
@@ -436,7 +425,9 @@ def _note_preemption(state: CoordinatorState) -> None:
         is_needed = record.status.is_host and not state.settings.may_move
         if not (is_placed or is_needed or record.status.is_in_round):
             if former is None:
-                reject(state, record, "it has notice of a preemption, and no place in the round")
+                formation.reject(
+                    state, record, "it has notice of a preemption, and no place in the round"
+                )
             continue
         until, left = record.preempted_at, round(max(0.0, record.preempted_at - state.now), 3)
         state.preemption = replace(notice, why=sanitize(notice.why), time_left=left, until=until)
@@ -480,7 +471,7 @@ def _needs_time(record: MemberRecord) -> bool:
 
 def decide_restart(state: CoordinatorState) -> None:
     """Consult the restart policy once all workers of the failed round have stopped."""
-    stop_active(state)
+    formation.stop_active(state)
     active = state.active()
     if not all(map(state.is_stopped, active)):
         return
@@ -512,7 +503,7 @@ def decide_restart(state: CoordinatorState) -> None:
         # failures that they cause arrive first.
         if not current.change_reasons:
             state.add_change_reason("a node has failed and is gone")
-        if current.has_lost_member and charge_node_loss(state):
+        if current.has_lost_member and formation.charge_node_loss(state):
             return
         current.cause = state.next_cause()
         state.wait_for_nodes()
@@ -617,8 +608,8 @@ def _restart(state: CoordinatorState, cause: RestartCause) -> None:
 
 
 _STEPS: dict[CoordinatorPhase, Callable[[CoordinatorState], None]] = {
-    CoordinatorPhase.RECOVERING: recover_round,
-    CoordinatorPhase.FORMING: form_when_possible,
+    CoordinatorPhase.RECOVERING: formation.recover_round,
+    CoordinatorPhase.FORMING: formation.form_when_possible,
     CoordinatorPhase.RUNNING: supervise,
     CoordinatorPhase.STOPPING: decide_restart,
     CoordinatorPhase.DECIDING: apply_decision,
@@ -631,7 +622,7 @@ def decide(state: CoordinatorState, now: float) -> list[CoordinatorEffect]:
     state.now = now
     for record, why in state.outbox.check(now):
         state.on_gone(record.member, now, is_lost=True, why=why)
-    find_rank_holders(state)
+    formation.find_rank_holders(state)
     before: tuple[CoordinatorPhase, int] | None = None
     while before != (state.phase, state.round.number):
         before = state.phase, state.round.number
@@ -639,15 +630,15 @@ def decide(state: CoordinatorState, now: float) -> list[CoordinatorEffect]:
         if state.phase is CoordinatorPhase.ENDING:
             break
         if state.phase is not CoordinatorPhase.RECOVERING:
-            admit(state)  # a recovered round brings its own minimum and maximum
+            formation.admit(state)  # a recovered round brings its own minimum and maximum
         _note_preemption(state)
         if state.preemption is None or state.phase is CoordinatorPhase.RECOVERING:
             _STEPS[state.phase](state)
         else:
             _preempt(state, state.preemption)
-    wait_for_ranks(state)
+    formation.wait_for_ranks(state)
     if state.phase is not CoordinatorPhase.ENDING:
-        note_exclusions(state)
+        formation.note_exclusions(state)
     state.publish_waiting()
     state.record_round()
     return state.outbox.drain(state.budget.history(now))

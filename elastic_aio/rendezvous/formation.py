@@ -80,16 +80,7 @@ from msgspec.structs import replace
 from elastic_aio.node_events import NodeExcluded, NodeJoined, RoundForming
 from elastic_aio.outcome import EndCause, JobOutcome
 from elastic_aio.ranks import NodeSize, assign_node_ranks
-from elastic_aio.rendezvous.base import (
-    UNCHECKED,
-    Placement,
-    RestartCause,
-    StartRound,
-    StopRound,
-    cause_event,
-    rendezvous_failure,
-    round_formed_event,
-)
+from elastic_aio.rendezvous import base
 from elastic_aio.rendezvous.messages import (
     MemberPhase,
     MemberStatus,
@@ -205,7 +196,7 @@ def _members_done(
     return max(since_recovery, before)  # both may contain the same members
 
 
-def _missing(held: Sequence[Placement], members_done: int) -> str:
+def _missing(held: Sequence[base.Placement], members_done: int) -> str:
     """Describe the nodes of a round that have not come; how many of them are done is unknown.
 
     Only the store's host has a name here.
@@ -293,7 +284,7 @@ def form_round(state: CoordinatorState, candidates: list[MemberRecord], why: str
     lead = order[0]
     previous = former.get(lead.member)
     is_lead_again = previous is not None and not previous.span.group_rank
-    if is_lead_again and isinstance(lead.sent, StartRound) and not lead.has_acked:
+    if is_lead_again and isinstance(lead.sent, base.StartRound) and not lead.has_acked:
         return
     state.budget.has_progress = state.has_progress
     state.budget.begin_attempt()
@@ -306,16 +297,16 @@ def form_round(state: CoordinatorState, candidates: list[MemberRecord], why: str
         if former and record.member not in former:
             record.admitted_at = state.now
         record.refused_because = ""  # it was refused as a joiner, and nodes are missing now
-        state.outbox.send(record, StartRound(placements[record.member], cause))
+        state.outbox.send(record, base.StartRound(placements[record.member], cause))
     state.round, state.phase = RoundState(placements), CoordinatorPhase.RUNNING
     if cause is not None:
-        state.outbox.publish(cause_event(cause, first))
-    state.outbox.publish(round_formed_event(first, group_rank=-1))
+        state.outbox.publish(base.cause_event(cause, first))
+    state.outbox.publish(base.round_formed_event(first, group_rank=-1))
 
 
 def _arrivals_until(state: CoordinatorState) -> float:
     """Return until when members of rounds of another store may come with their workers."""
-    rounds: dict[tuple[int, str], tuple[Placement, dict[int, MemberRecord]]] = {}
+    rounds: dict[tuple[int, str], tuple[base.Placement, dict[int, MemberRecord]]] = {}
     for record in state.members.values():
         placement = record.status.placement
         if placement is not None and state.is_elsewhere(placement):
@@ -361,7 +352,7 @@ def stop_active(state: CoordinatorState) -> None:
     """Order all active members to stop their workers, of whichever round they are."""
     for record in state.active():
         number = max(state.round.number, record.status.round)
-        state.outbox.send(record, StopRound(number, state.round.stop_reason))
+        state.outbox.send(record, base.StopRound(number, state.round.stop_reason))
 
 
 def _stop_previous(state: CoordinatorState, running: list[MemberRecord], why: str) -> None:
@@ -372,7 +363,7 @@ def _stop_previous(state: CoordinatorState, running: list[MemberRecord], why: st
         if record.is_probing and not record.status.is_busy:
             continue  # its acknowledgement is on its way, and it must still probe
         number = max(state.round.number, record.status.round)
-        state.outbox.send(record, StopRound(number, reason))
+        state.outbox.send(record, base.StopRound(number, reason))
     if state.phase is not CoordinatorPhase.FORMING:
         state.wait_for_nodes()
 
@@ -417,8 +408,8 @@ def _by_group_rank(state: CoordinatorState, chosen: list[MemberRecord]) -> list[
 
 
 def _placements(
-    state: CoordinatorState, order: list[MemberRecord], cause: RestartCause | None
-) -> dict[str, Placement]:
+    state: CoordinatorState, order: list[MemberRecord], cause: base.RestartCause | None
+) -> dict[str, base.Placement]:
     lead = order[0].status
     nodes = [record.status.node for record in order]
     spans = assign_node_ranks([NodeSize(node.role, node.nproc) for node in nodes])
@@ -428,7 +419,7 @@ def _placements(
     # Numbers continue from the highest that there were.
     seen = [one.status.placement for one in state.members.values() if one.status.placement]
     former = [] if state.former is None else [state.former]
-    rounds: list[RoundState | Placement | RoundRecord] = [state.round, *seen, *former]
+    rounds: list[RoundState | base.Placement | RoundRecord] = [state.round, *seen, *former]
     attempt = max(one.attempt for one in rounds) + 1
     changes = max(one.changes for one in rounds)
     state.budget.resume(max((one.restarts for one in seen), default=0))
@@ -440,7 +431,7 @@ def _placements(
         changes += 1
     formed_by, restarts = f"{state.outbox.term}.{state.name}", state.budget.restarts
     return {
-        record.member: Placement(
+        record.member: base.Placement(
             round=number,
             formed_by=formed_by,
             attempt=attempt,
@@ -465,7 +456,7 @@ def _wait(state: CoordinatorState, candidates: list[MemberRecord], until: float)
         if record.status.is_in_round:
             is_placed = record.member in state.round.placements
             why = state.round.stop_reason if is_placed else "the nodes wait for others"
-            state.outbox.send(record, StopRound(record.status.round, why))
+            state.outbox.send(record, base.StopRound(record.status.round, why))
     if not candidates and any(one.status.drain_reason for one in state.members.values()):
         return  # the whole job is being stopped
     timer = state.timer
@@ -526,7 +517,7 @@ def _give_up(state: CoordinatorState) -> None:
         state.fail_job(text)
     else:
         cause = EndCause.NODES_NOT_REPLACED if has_run else EndCause.TOO_FEW_NODES
-        state.end_job(rendezvous_failure(text, cause))
+        state.end_job(base.rendezvous_failure(text, cause))
 
 
 # ----------------------------------------------------------------- admission
@@ -610,7 +601,7 @@ def note_exclusions(state: CoordinatorState) -> None:
     """Publish which members are excluded from now on."""
     for record in state.admitted():
         why = "" if record.status.is_busy else record.status.exclusion
-        if why not in ("", UNCHECKED, record.excluded_because):
+        if why not in ("", base.UNCHECKED, record.excluded_because):
             state.outbox.publish(NodeExcluded(name=record.name, member=record.member, why=why))
         record.excluded_because = why
 
@@ -650,6 +641,6 @@ def wait_for_ranks(state: CoordinatorState) -> None:
         if not state.arm(record.refused_at + state.settings.heartbeat_timeout + _LATE_S):
             reject(state, record, why)
         elif status.is_in_round:
-            state.outbox.send(record, StopRound(status.round, why))
+            state.outbox.send(record, base.StopRound(status.round, why))
         else:
             state.outbox.send(record, StandBy(state.round.number, state.settings.maximum, why))

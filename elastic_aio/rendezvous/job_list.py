@@ -21,16 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from elastic_aio.aio import random_bytes
-from elastic_aio.discovery.runs import (
-    RunRecord,
-    read_end,
-    read_run,
-    release_claim,
-    run_id_of,
-    run_names,
-    run_prefix,
-    run_store,
-)
+from elastic_aio.discovery import runs
 from elastic_aio.errors import StoreError
 from elastic_aio.rendezvous.event_stream import COUNT
 from elastic_aio.rendezvous.job_store import check_reader, open_job_store
@@ -115,19 +106,19 @@ class JobList:
         assert self._store is not None
         store = self._store
         if not isinstance(store, EngineStore):
-            names = run_names(await store.list_keys())
+            names = runs.run_names(await store.list_keys())
         else:
-            names = await store.list_runs(run_prefix(""))
+            names = await store.list_runs(runs.run_prefix(""))
         is_raw = isinstance(store, EngineStore) and store.is_per_run
         jobs: list[ListedJob] = []
-        for part in _parts((names if is_raw else list(map(run_id_of, names)))[:limit]):
+        for part in _parts((names if is_raw else list(map(runs.run_id_of, names)))[:limit]):
             jobs += filter(None, await asyncio.gather(*map(self._read_one, part)))
         return sorted(jobs, key=lambda job: (job.since, job.run_id))
 
     async def remove(self, job: ListedJob, *, also_lost: bool = False) -> bool:
         """Remove the keys of a job that is over; return whether it still was."""
         async with self._open_run(job.run_id) as store:
-            record = await read_run(store, job.run_id)
+            record = await runs.read_run(store, job.run_id)
             present = await _read_job(store, job.run_id, record)
             if record is None or present is None or not present.is_over(also_lost=also_lost):
                 return False
@@ -137,7 +128,7 @@ class JobList:
 
     async def _read_one(self, run_id: str) -> ListedJob | None:
         async with self._open_run(run_id) as store:
-            return await _read_job(store, run_id, await read_run(store, run_id))
+            return await _read_job(store, run_id, await runs.read_run(store, run_id))
 
     @contextlib.asynccontextmanager
     async def _open_run(self, run_id: str) -> AsyncIterator[Store]:
@@ -151,11 +142,11 @@ class JobList:
             yield store
 
 
-async def _read_job(store: Store, run_id: str, record: RunRecord | None) -> ListedJob | None:
+async def _read_job(store: Store, run_id: str, record: runs.RunRecord | None) -> ListedJob | None:
     if record is None:
         return None
-    generation = run_store(store, run_id, record)
-    end = await read_end(generation)
+    generation = runs.run_store(store, run_id, record)
+    end = await runs.read_end(generation)
     async with generation.watch("t/", is_prefix=True) as statuses:
         members = [_decode_member(text) for text in statuses.present.values()]
     if end is None and not members and not record.began_at and not await generation.peek(COUNT):
@@ -187,8 +178,8 @@ def _decode_member(text: bytes) -> tuple[str, bool]:
     return status.node.name, status.is_in_round
 
 
-async def _remove_at_once(store: EngineStore, run_id: str, record: RunRecord) -> bool:
-    prefix = run_prefix(run_id)
+async def _remove_at_once(store: EngineStore, run_id: str, record: runs.RunRecord) -> bool:
+    prefix = runs.run_prefix(run_id)
     return await store.remove_run(
         f"{prefix}/",
         record_key=f"{prefix}/run",
@@ -197,10 +188,10 @@ async def _remove_at_once(store: EngineStore, run_id: str, record: RunRecord) ->
     )
 
 
-async def _remove_slowly(store: Store, run_id: str, record: RunRecord) -> bool:
-    prefix = run_prefix(run_id)
+async def _remove_slowly(store: Store, run_id: str, record: runs.RunRecord) -> bool:
+    prefix = runs.run_prefix(run_id)
     end = f"{prefix}/{record.generation}/end"
-    following = RunRecord(record.generation + 1, random_bytes(8).hex())
+    following = runs.RunRecord(record.generation + 1, random_bytes(8).hex())
     present = await store.compare_set(
         f"{prefix}/run", msgspec.json.encode(record), msgspec.json.encode(following)
     )
@@ -219,7 +210,7 @@ async def _remove_slowly(store: Store, run_id: str, record: RunRecord) -> bool:
         await asyncio.gather(*map(store.delete, part))
     await store.delete(end)
     with contextlib.suppress(StoreError):
-        await release_claim(store, run_id)
+        await runs.release_claim(store, run_id)
     return True
 
 

@@ -137,9 +137,7 @@ class Member:
             self._update()  # acknowledges the order
         if is_repeated and not isinstance(order.body, (messages.ProbePeers, messages.WaitForNodes)):
             return []
-        if self.has_seen_success and not isinstance(
-            order.body, (messages.MembersDone, base.EndJob)
-        ):
+        if self.has_seen_success and not isinstance(order.body, messages.MembersDone | base.EndJob):
             self._update(members_done=0)  # the job goes on after all
         match order.body:
             case base.StartRound() if self.status.preemption is not None or self.is_excluded:
@@ -151,10 +149,8 @@ class Member:
             case base.ChangePending(time_left=left, number=number, until=0):
                 self._update(is_change_pending=left is not None, change=number)
                 return [order.body]
-            case (
-                base.ChangePending() | messages.ProbePeers()
-            ):  # the agent reports a notice that counts
-                return [order.body]
+            case base.ChangePending() | messages.ProbePeers():
+                return [order.body]  # the agent reports a notice that counts
             case messages.WaitForNodes(forming):
                 return [forming]
             case messages.StandBy(round, maximum, why):

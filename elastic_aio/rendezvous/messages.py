@@ -17,16 +17,7 @@ from msgspec import Struct, field
 
 from elastic_aio.node_events import RoundForming
 from elastic_aio.outcome import Failure, JobOutcome
-from elastic_aio.rendezvous.base import (
-    ChangePending,
-    EndJob,
-    NodeInfo,
-    Placement,
-    RestartCause,
-    RestartPending,
-    StartRound,
-    StopRound,
-)
+from elastic_aio.rendezvous import base
 from elastic_aio.spec.restart import HistoryCount, RestartHistory
 from elastic_aio.text import escape_surrogates
 
@@ -118,7 +109,7 @@ class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
 
     protocol: int = field(default_factory=lambda: PROTOCOL)
     serial: int
-    node: NodeInfo
+    node: base.NodeInfo
     address: str
     port: int
     preferred_rank: int | None = None
@@ -128,7 +119,7 @@ class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     program: str = ""
     uid: int = -1
     phase: MemberPhase = MemberPhase.JOINING
-    placement: Placement | None = None
+    placement: base.Placement | None = None
     moves: int = 0
     stopped_round: int = -1
     probed_round: int = -1
@@ -144,11 +135,11 @@ class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     members_done: int = 0
     peers_finished: int = 0
     was_leased: bool = False
-    pending_restart: RestartCause | None = None
+    pending_restart: base.RestartCause | None = None
     is_change_pending: bool = False
     change: int = -1
     agreed_change: int = -1
-    preemption: ChangePending | None = None
+    preemption: base.ChangePending | None = None
     restart_reason: str = ""
     exclusion: str = ""
     outcome: JobOutcome | None = None
@@ -224,11 +215,11 @@ class MembersDone(Struct, frozen=True, tag=True, gc=False):
 
 
 OrderBody = (
-    StartRound
-    | StopRound
-    | RestartPending
-    | ChangePending
-    | EndJob
+    base.StartRound
+    | base.StopRound
+    | base.RestartPending
+    | base.ChangePending
+    | base.EndJob
     | WaitForNodes
     | StandBy
     | ProbePeers
@@ -296,7 +287,7 @@ class RoundRecord(_Record, frozen=True):
     history: RestartHistory | None
     written_at: float = 0.0
     formed_by: str = ""
-    preemption: ChangePending | None = None
+    preemption: base.ChangePending | None = None
 
 
 class _Version(Struct):

@@ -27,6 +27,7 @@ from msgspec.structs import replace
 from elastic_aio.events import Event, JobFinished
 from elastic_aio.node_events import NodeLeft, NodeLost, NodeRefused, RoundForming, RoundWaiting
 from elastic_aio.outcome import Failure, JobOutcome, JobState
+from elastic_aio.rendezvous import messages
 from elastic_aio.rendezvous.base import (
     ChangePending,
     EndJob,
@@ -35,18 +36,6 @@ from elastic_aio.rendezvous.base import (
     RestartPending,
     StartRound,
     StopRound,
-)
-from elastic_aio.rendezvous.messages import (
-    LEASE_LINGER,
-    PROBE_TIMEOUT,
-    MemberPhase,
-    MembersDone,
-    MemberStatus,
-    Order,
-    OrderBody,
-    ProbePeers,
-    RoundRecord,
-    truncate_failures,
 )
 from elastic_aio.spec.job import NodeRange
 from elastic_aio.spec.restart import DECIDE_TIMEOUT, RestartAction, RestartBudget, RestartHistory
@@ -133,7 +122,7 @@ class MemberRecord:
     """What the coordinator knows about one member."""
 
     member: str
-    status: MemberStatus
+    status: messages.MemberStatus
     joined_at: float
     """When its first status arrived, in monotonic seconds."""
     arrived_at: float = -math.inf
@@ -141,7 +130,7 @@ class MemberRecord:
     has_neighbor: bool = False
     """Whether another member is, or was, on its host."""
     is_published: bool = False
-    sent: OrderBody | None = None
+    sent: messages.OrderBody | None = None
     sent_as: tuple[int, int] = (0, 0)
     """Term and serial of that order."""
     first_sent: tuple[int, int] | None = None
@@ -169,7 +158,7 @@ class MemberRecord:
     offset_at: float = 0.0
     """When that status arrived."""
 
-    def observe(self, status: MemberStatus, now: float) -> None:
+    def observe(self, status: messages.MemberStatus, now: float) -> None:
         """Take a status that has arrived at `now`, in monotonic seconds."""
         if abs(status.clock - self.status.clock) > _CLOCK_TOLERANCE_S:
             self.offset = math.inf  # its clock was set
@@ -221,19 +210,22 @@ class MemberRecord:
         match self.sent:
             case StopRound(round):
                 return self.has_acked and not status.is_busy and status.stopped_round >= round
-            case ProbePeers(round):
+            case messages.ProbePeers(round):
                 return status.probed_round == round
             case EndJob():
                 # Of another coordinator: a member for which the job is over reads no order.
                 return self.has_acked or status.outcome is not None
-            case StartRound() | RestartPending() | MembersDone() | ChangePending():
+            case StartRound() | RestartPending() | messages.MembersDone() | ChangePending():
                 return self.has_acked
         return True
 
     @property
     def is_probing(self) -> bool:
         """Whether its last order is to probe the other nodes, and no result has come."""
-        return isinstance(self.sent, ProbePeers) and self.status.probed_round != self.sent.round
+        return (
+            isinstance(self.sent, messages.ProbePeers)
+            and self.status.probed_round != self.sent.round
+        )
 
 
 def clock_offsets(records: Iterable[MemberRecord], now: float) -> dict[str, float]:
@@ -257,7 +249,7 @@ class SendOrder(Struct, frozen=True, gc=False):
     """Write an order for a member."""
 
     member: str
-    order: Order
+    order: messages.Order
 
 
 class RequestDecision(Struct, frozen=True):
@@ -266,7 +258,7 @@ class RequestDecision(Struct, frozen=True):
     failure: Failure
 
 
-CoordinatorEffect = SendOrder | RequestDecision | RoundRecord | Event
+CoordinatorEffect = SendOrder | RequestDecision | messages.RoundRecord | Event
 """A record is written into the store, and an event appended to the job's event stream."""
 
 
@@ -281,14 +273,14 @@ class Outbox:
         self.interval = timeout / _LOST_AT
         """Seconds between two checks, and until an order is sent again for the first time."""
         self._serial = 0
-        self._sends: dict[str, tuple[tuple[int, int], OrderBody]] = {}
+        self._sends: dict[str, tuple[tuple[int, int], messages.OrderBody]] = {}
         self._others: list[CoordinatorEffect] = []
         self._open: dict[str, MemberRecord] = {}
         """Members that have not obeyed their last order, as far as is known."""
 
     # ------------------------------------------------------------------- orders
 
-    def send(self, record: MemberRecord, body: OrderBody, *, again: bool = False) -> None:
+    def send(self, record: MemberRecord, body: messages.OrderBody, *, again: bool = False) -> None:
         """Send an order, unless it equals the member's last order and must not be sent `again`."""
         if record.sent == body and not again:
             return
@@ -312,7 +304,7 @@ class Outbox:
         """Watch no order any more for a member that has gone."""
         self._open.pop(member, None)
 
-    def _number(self, record: MemberRecord, body: OrderBody) -> None:
+    def _number(self, record: MemberRecord, body: messages.OrderBody) -> None:
         self._serial += 1
         record.sent_as = (self.term, self._serial)
         record.first_sent = record.first_sent or record.sent_as
@@ -357,20 +349,20 @@ class Outbox:
     def _checks_allowed(self, record: MemberRecord) -> int:
         if not record.has_acked:
             return _LOST_AT
-        is_probe = isinstance(record.sent, ProbePeers)
-        allowed = PROBE_TIMEOUT if is_probe else record.status.stop_time
+        is_probe = isinstance(record.sent, messages.ProbePeers)
+        allowed = messages.PROBE_TIMEOUT if is_probe else record.status.stop_time
         return math.ceil((allowed + MARGIN_S) / self.interval) + 1
 
     # ------------------------------------------------------------------ effects
 
-    def publish(self, effect: Event | RoundRecord | RequestDecision) -> None:
+    def publish(self, effect: Event | messages.RoundRecord | RequestDecision) -> None:
         """Publish an event of the job, record its round, or request a decision."""
         self._others.append(effect)
 
     def drain(self, history: RestartHistory | None) -> list[CoordinatorEffect]:
         """Return all effects and remove them; each order gets `history`."""
         sends = [
-            SendOrder(member, Order(*sent_as, body, history))
+            SendOrder(member, messages.Order(*sent_as, body, history))
             for member, (sent_as, body) in self._sends.items()
         ]
         effects = [*self._others, *sends]
@@ -379,7 +371,7 @@ class Outbox:
 
 
 def _wanted(record: MemberRecord) -> str:
-    if isinstance(record.sent, ProbePeers):
+    if isinstance(record.sent, messages.ProbePeers):
         return "probed the other nodes"
     if isinstance(record.sent, StopRound) and record.has_acked:
         return "stopped its workers"
@@ -527,7 +519,7 @@ class CoordinatorState:
         name: str,
         term: int,
         now: float,
-        former: RoundRecord | None = None,
+        former: messages.RoundRecord | None = None,
     ) -> None:
         """Begin without members.
 
@@ -576,7 +568,7 @@ class CoordinatorState:
 
     # ------------------------------------------------------------------- inputs
 
-    def on_status(self, member: str, status: MemberStatus, now: float) -> None:
+    def on_status(self, member: str, status: messages.MemberStatus, now: float) -> None:
         """Take a status at `now` (monotonic); an older status, or of another node, is dropped."""
         record = self.members.get(member)
         if record is None:
@@ -588,7 +580,7 @@ class CoordinatorState:
             return
         if now - status.sent_at - record.offset_bound(now) > _HELD_BACK_S:
             # The member may have left since: the store is about to see the end of its connection.
-            self.fence(now + 2 * LEASE_LINGER)
+            self.fence(now + 2 * messages.LEASE_LINGER)
         record.observe(status, now)
         self.outbox.observe(record)
         if status.is_leaving:
@@ -726,10 +718,10 @@ class CoordinatorState:
             return record.member in self.set_aside
         return record.member not in self.round.placements and self.may_have_ended(record.status)
 
-    def may_have_ended(self, status: MemberStatus) -> bool:
+    def may_have_ended(self, status: messages.MemberStatus) -> bool:
         """Whether the job may have ended with success at another store, as far as is known."""
         placement = status.placement
-        if placement is None or status.phase is not MemberPhase.SUCCEEDED:
+        if placement is None or status.phase is not messages.MemberPhase.SUCCEEDED:
             return False
         # After a second move, the lease says nothing of the store before the last one.
         is_open = self.settings.may_move and status.was_leased and status.moves <= 1
@@ -748,9 +740,9 @@ class CoordinatorState:
             return False
         if self.inherited_restart(record) is not None:
             return True
-        if status.phase is MemberPhase.STOPPED:
+        if status.phase is messages.MemberPhase.STOPPED:
             return bool(status.failures) or status.is_permanent
-        return status.phase is MemberPhase.FAILING
+        return status.phase is messages.MemberPhase.FAILING
 
     @property
     def has_progress(self) -> bool:
@@ -767,7 +759,7 @@ class CoordinatorState:
 
     def has_succeeded(self, record: MemberRecord) -> bool:
         """Whether all workers of the round on a member have succeeded."""
-        return record.status.phase is MemberPhase.SUCCEEDED and self.has_placement(record)
+        return record.status.phase is messages.MemberPhase.SUCCEEDED and self.has_placement(record)
 
     # ------------------------------------------------------------------ waiting
 
@@ -817,7 +809,7 @@ class CoordinatorState:
         if self._recorded != (self.round.number, is_open, self.preemption):
             self._recorded = self.round.number, is_open, self.preemption
             self.outbox.publish(
-                RoundRecord(
+                messages.RoundRecord(
                     term=self.outbox.term,
                     round=number,
                     formed_by=self.round.id[1],
@@ -862,7 +854,7 @@ class CoordinatorState:
         self.end_job(JobOutcome(JobState.FAILED, why, exit_code, failures=failures))
 
     def end_job(self, outcome: JobOutcome) -> None:
-        failures = truncate_failures(outcome.failures)
+        failures = messages.truncate_failures(outcome.failures)
         self.outcome = replace(outcome, restarts=self.budget.restarts, failures=failures)
         self.phase = CoordinatorPhase.ENDING
         for record in self.admitted():

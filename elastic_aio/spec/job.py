@@ -13,22 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from elastic_aio.errors import SpecError
-from elastic_aio.spec.checks import (
-    MAX_NUMBER,
-    OneOf,
-    Part,
-    Seconds,
-    Whole,
-    checked_host,
-    checked_integer,
-    checked_items,
-    checked_name,
-    checked_path,
-    checked_port,
-    checked_text,
-    checked_texts,
-    is_integer,
-)
+from elastic_aio.spec import checks
 from elastic_aio.spec.fields import Converted, SpecValue, field
 from elastic_aio.spec.liveness import LivenessSpec
 from elastic_aio.spec.logs import LogSpec
@@ -112,7 +97,7 @@ class NodeRange(Value, frozen=True):
             ends = value
         else:
             ends = (value,)
-        if all(is_integer(end) and end <= MAX_NUMBER for end in ends):
+        if all(checks.is_integer(end) and end <= checks.MAX_NUMBER for end in ends):
             match ends:
                 case [int(low), int(high)] if 1 <= low <= high:
                     return cls(low, high)
@@ -128,19 +113,19 @@ class NodeRange(Value, frozen=True):
 def _entrypoint(_: str, value: object) -> Script | Module | Command | Function:
     match value:
         case Script(path):
-            return Script(checked_path("entrypoint", path))
+            return Script(checks.checked_path("entrypoint", path))
         case Module(name):
             return Module(_module("entrypoint", name))
         case Function(call, name):
             if not callable(call):
                 raise SpecError("entrypoint", call, "must be callable")
-            return Function(call, checked_text("entrypoint", name))
+            return Function(call, checks.checked_text("entrypoint", name))
         case Command(argv):
             return Command(_argv(argv))
         case list() | tuple():
             return Command(_argv(value))
     if isinstance(value, str) or hasattr(value, "__fspath__"):
-        return Script(checked_path("entrypoint", value))
+        return Script(checks.checked_path("entrypoint", value))
     if callable(value):
         return Function(value)
     problem = "must be a script path, an argv list, a function, a Script, a Module or a Command"
@@ -168,7 +153,7 @@ def _argument(name: str, value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise SpecError(name, value, "must be text, a path or a number")
     try:
-        return checked_text(name, str(value))
+        return checks.checked_text(name, str(value))
     except ValueError as error:
         if isinstance(error, SpecError):
             raise
@@ -185,7 +170,7 @@ def _nproc(name: str, value: object) -> int | str:
     # A word that this host does not know is refused before the job starts.
     if isinstance(value, str) and re.fullmatch(r"[a-z][a-z0-9_]{1,31}", value):
         return value
-    if not is_integer(value) or not 1 <= value <= NPROC_MAX:
+    if not checks.is_integer(value) or not 1 <= value <= NPROC_MAX:
         raise SpecError(name, value, NPROC_ACCEPTED)
     return value
 
@@ -195,11 +180,11 @@ def _nodes(_: str, value: object) -> NodeRange:
 
 
 def checked_max_restarts(name: str, value: object) -> int:
-    return UNLIMITED if value == "unlimited" else checked_integer(name, value, at_least=0)
+    return UNLIMITED if value == "unlimited" else checks.checked_integer(name, value, at_least=0)
 
 
 def _env(name: str, value: object) -> Mapping[str, str]:
-    env = checked_texts(name, {} if value is None else value)
+    env = checks.checked_texts(name, {} if value is None else value)
     for variable in env:
         if not variable or "=" in variable:
             raise SpecError(name, variable, "must hold names without '=' or NUL")
@@ -208,23 +193,24 @@ def _env(name: str, value: object) -> Mapping[str, str]:
 
 def _of_workers(check: Callable[[str, object], Any]) -> Callable[[str, object], tuple[Any, ...]]:
     return lambda name, value: tuple(
-        check(f"{name}[{rank}]", item) for rank, item in enumerate(checked_items(name, value))
+        check(f"{name}[{rank}]", item)
+        for rank, item in enumerate(checks.checked_items(name, value))
     )
 
 
-class _Restart(Part, frozen=True):
+class _Restart(checks.Part, frozen=True):
     def __call__(self, name: str, value: object) -> Any:
         if isinstance(value, str):
-            return RestartPolicy(when=OneOf(RESTART_WHEN)(name, value))
+            return RestartPolicy(when=checks.OneOf(RESTART_WHEN)(name, value))
         return super().__call__(name, value)
 
 
 def _preload(name: str, value: object) -> tuple[str, ...]:
-    return tuple(_module(name, item) for item in checked_items(name, value))
+    return tuple(_module(name, item) for item in checks.checked_items(name, value))
 
 
 def _timers(name: str, value: object) -> bool | str:
-    return value if isinstance(value, bool) else checked_path(name, value)
+    return value if isinstance(value, bool) else checks.checked_path(name, value)
 
 
 def _ready(name: str, value: object) -> Probe:
@@ -284,7 +270,9 @@ class LaunchSpec(SpecValue, prefix=""):
         | Callable[..., Any],
     ] = field(check=_entrypoint, label="script", kw_only=False)
     """A script path, an argv list, a function, or one of these types."""
-    args: Converted[tuple[Any, ...], Iterable[object]] = field(default=(), check=checked_items)
+    args: Converted[tuple[Any, ...], Iterable[object]] = field(
+        default=(), check=checks.checked_items
+    )
     """Arguments of every worker.  `${local_rank}` is replaced in the arguments of commands; a
     function gets any picklable values."""
     nproc_per_node: int | str = field(
@@ -319,18 +307,20 @@ class LaunchSpec(SpecValue, prefix=""):
     """Variables set in every worker, over the inherited environment.  The launcher's own (RANK,
     MASTER_PORT, ...) cannot be replaced."""
     worker_args: Converted[tuple[tuple[Any, ...], ...], Iterable[Iterable[object]]] = field(
-        default=(), check=_of_workers(checked_items)
+        default=(), check=_of_workers(checks.checked_items)
     )
     """Further arguments of each worker, by local rank: they follow `args`; empty for none."""
     worker_env: Converted[tuple[Mapping[str, str], ...], Iterable[Mapping[str, str]]] = field(
         default=(), check=_of_workers(_env)
     )
     """Further variables of each worker, by local rank, over `env`; empty for none."""
-    cwd: Converted[str | None, str | PathLike[str] | None] = field(default=None, check=checked_path)
+    cwd: Converted[str | None, str | PathLike[str] | None] = field(
+        default=None, check=checks.checked_path
+    )
     """Working directory of the workers; None inherits."""
     role: str = field(
         default="default",
-        check=checked_text,
+        check=checks.checked_text,
         option="--role NAME",
         help="name of the workers' role (default 'default')",
     )
@@ -343,7 +333,7 @@ class LaunchSpec(SpecValue, prefix=""):
     """Which failures are followed by another attempt, and after which delay; also given as the word
     of `RestartPolicy.when`."""
     stop: Converted[StopPlan, StopPlan | None] = field(
-        default=StopPlan(), check=Part(StopPlan, ", such as StopPlan.within(10)")
+        default=StopPlan(), check=checks.Part(StopPlan, ", such as StopPlan.within(10)")
     )
     """How workers are stopped, on every path."""
     preemption: Converted[PreemptionSpec, PreemptionSpec | None] = field(default=PreemptionSpec())
@@ -390,7 +380,7 @@ class LaunchSpec(SpecValue, prefix=""):
     """How the nodes find each other; without effect for one node."""
     run_id: str | None = field(
         default=None,
-        check=checked_name,
+        check=checks.checked_name,
         option="--rdzv-id ID",
         help="id of the run, the same on all nodes (default: a random id for one node, 'none' for"
         " several)",
@@ -399,7 +389,7 @@ class LaunchSpec(SpecValue, prefix=""):
     several, torchrun's default."""
     master_addr: str | None = field(
         default=None,
-        check=checked_host,
+        check=checks.checked_host,
         option="--master-addr ADDR",
         help="host of the node with rank 0, for 'static'; with one node and --master-port,"
         " MASTER_ADDR of the workers (default 127.0.0.1)",
@@ -408,7 +398,7 @@ class LaunchSpec(SpecValue, prefix=""):
     node with group rank 0, as the others reach it."""
     master_port: int | None = field(
         default=None,
-        check=checked_port,
+        check=checks.checked_port,
         option="--master-port PORT",
         help="TCP port of the workers' store (default: a free port per attempt); with 'static' the"
         f" port of the rendezvous store (default {STATIC_PORT})",
@@ -419,19 +409,19 @@ class LaunchSpec(SpecValue, prefix=""):
     worker 0 has to."""
     stdin: Literal["null", "rank0"] = field(
         default="null",
-        check=OneOf(("null", "rank0")),
+        check=checks.OneOf(("null", "rank0")),
         own_option="--stdin SOURCE",
         help="stdin of local rank 0: 'null' or 'rank0' (inherit); other workers have 'null'"
         " (default 'null')",
     )
     """Standard input of the workers: "null", or "rank0": local rank 0 inherits the launcher's."""
     python: Converted[str | None, str | PathLike[str] | None] = field(
-        default=None, check=checked_path, label="PYTHON_EXEC"
+        default=None, check=checks.checked_path, label="PYTHON_EXEC"
     )
     """Interpreter of scripts and modules; None is the running one."""
     start_method: StartMethod = field(
         default="spawn",
-        check=OneOf(("spawn", "fork", "forkserver")),
+        check=checks.OneOf(("spawn", "fork", "forkserver")),
         option="--start-method NAME",
         help="start of Python workers: 'spawn', 'fork' (only with --run-path) or 'forkserver'"
         " (default 'spawn', with --preload 'forkserver')",
@@ -449,7 +439,7 @@ class LaunchSpec(SpecValue, prefix=""):
     """Modules that the server of "forkserver" imports."""
     numa_binding: NumaMode | None = field(
         default=None,
-        check=OneOf(("node", "socket", "exclusive", "core-complex", "cpu")),
+        check=checks.OneOf(("node", "socket", "exclusive", "core-complex", "cpu")),
         option="--numa-binding MODE",
         help="bind workers to CPUs near their devices: 'node', 'socket', 'exclusive' or"
         " 'core-complex'; or 'cpu' divides the CPUs among the workers (default: not bound)",
@@ -467,11 +457,11 @@ class LaunchSpec(SpecValue, prefix=""):
     timers: Converted[bool | str, bool | str | PathLike[str]] = field(default=False, check=_timers)
     """Whether workers may acquire timers (`elastic_aio.worker.expires`).  A path names the pipe to
     make; True makes one in the temporary directory."""
-    uninterruptible_timeout: float | None = field(default=None, check=Seconds(above=0))
+    uninterruptible_timeout: float | None = field(default=None, check=checks.Seconds(above=0))
     """Seconds that a worker may be in one uninterruptible system call (state D); None: any time.
     After that the job fails without a restart, since the worker may hold what another attempt
     needs, and may not end."""
-    event_history: int = field(default=10_000, check=Whole(at_least=1))
+    event_history: int = field(default=10_000, check=checks.Whole(at_least=1))
     """How many past events are kept for late readers."""
 
     def _check(self) -> None:

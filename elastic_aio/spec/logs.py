@@ -20,16 +20,7 @@ from os import PathLike
 from typing import Final, Literal
 
 from elastic_aio.errors import SpecError
-from elastic_aio.spec.checks import (
-    MAX_NUMBER,
-    OneOf,
-    Whole,
-    checked_integer,
-    checked_items,
-    checked_path,
-    checked_text,
-    is_integer,
-)
+from elastic_aio.spec import checks
 from elastic_aio.spec.fields import Converted, SpecValue, field, spec_fields
 from elastic_aio.value import Value
 
@@ -78,7 +69,7 @@ class StdMap(Value, frozen=True):
             return value
         if isinstance(value, Mapping):
             return cls(by_rank=_checked(name, value, list(value.items())))
-        if is_integer(value):
+        if checks.is_integer(value):
             return cls(everyone=_mask(name, value, value))
         if not isinstance(value, str):
             raise SpecError(name, value, _ACCEPTED)
@@ -117,7 +108,7 @@ def _is_number(text: str) -> bool:
 
 
 def _mask(name: str, value: object, mask: object) -> Std:
-    if is_integer(mask) and 0 <= mask <= Std.ALL:
+    if checks.is_integer(mask) and 0 <= mask <= Std.ALL:
         return Std(mask)
     raise SpecError(name, value, _ACCEPTED)
 
@@ -127,7 +118,7 @@ def _checked(
 ) -> tuple[tuple[int, Std], ...]:
     masks: dict[int, Std] = {}
     for rank, mask in pairs:
-        if not is_integer(rank) or not 0 <= rank <= MAX_NUMBER:
+        if not checks.is_integer(rank) or not 0 <= rank <= checks.MAX_NUMBER:
             raise SpecError(name, value, _ACCEPTED)
         if rank in masks:
             raise SpecError(name, value, f"must name rank {rank} only once")
@@ -140,24 +131,26 @@ def _map(name: str, value: object) -> StdMap:
 
 
 def _ranks(name: str, value: object) -> frozenset[int]:
-    return frozenset(checked_integer(name, rank, at_least=0) for rank in checked_items(name, value))
+    return frozenset(
+        checks.checked_integer(name, rank, at_least=0) for rank in checks.checked_items(name, value)
+    )
 
 
 def _prefix(name: str, value: object) -> str:
-    if "\n" in (prefix := checked_text(name, value)):
+    if "\n" in (prefix := checks.checked_text(name, value)):
         raise SpecError(name, prefix, "must be a single line")
     return prefix
 
 
 def _filters(name: str, value: object) -> tuple[str, ...]:
-    for text in (texts := checked_items(name, value)):
-        if not checked_text(name, text) or "\n" in text:
+    for text in (texts := checks.checked_items(name, value)):
+        if not checks.checked_text(name, text) or "\n" in text:
             raise SpecError(name, text, "must hold texts within a line, none of them empty")
     return tuple(texts)
 
 
 def _max_bytes(name: str, value: object) -> int:
-    if not is_integer(value) or not _MAX_BYTES_MIN <= value <= _MAX_BYTES_MAX:
+    if not checks.is_integer(value) or not _MAX_BYTES_MIN <= value <= _MAX_BYTES_MAX:
         problem = f"must be a whole number from {_MAX_BYTES_MIN} to {_MAX_BYTES_MAX}"
         raise SpecError(name, value, problem)
     return value
@@ -178,7 +171,7 @@ class LogSpec(SpecValue, prefix="logs."):
 
     log_dir: Converted[str | None, str | PathLike[str] | None] = field(
         default=None,
-        check=checked_path,
+        check=checks.checked_path,
         option="--log-dir DIR",
         help="directory for logs; '/dev/null' keeps none (default: a temporary directory when"
         " needed)",
@@ -238,7 +231,7 @@ class LogSpec(SpecValue, prefix="logs."):
     """As `duplicate_stdout_filters`, for `filtered_stderr.log`."""
     on_full: Literal["fail", "console"] = field(
         default="fail",
-        check=OneOf(("fail", "console")),
+        check=checks.OneOf(("fail", "console")),
         own_option="--on-full ACTION",
         help="when the disk of the log files is full: 'fail' (the worker's write fails) or"
         " 'console' (the console shows what the files do not take) (default 'fail')",
@@ -248,7 +241,7 @@ class LogSpec(SpecValue, prefix="logs."):
     not take."""
     color: Literal["auto", "always", "never"] = field(
         default="never",
-        check=OneOf(("auto", "always", "never")),
+        check=checks.OneOf(("auto", "always", "never")),
         own_option="--color WHEN",
         help="colors by rank in the prefixes of tee'd lines, and in the launcher's own lines:"
         " 'always', 'never' or 'auto' (on a terminal, unless NO_COLOR is set) (default 'auto')",
@@ -274,14 +267,14 @@ class LogSpec(SpecValue, prefix="logs."):
     half of it is always kept, and the lines that the console has not shown yet."""
     keep_attempts: int | None = field(
         default=None,
-        check=Whole(at_least=1),
+        check=checks.Whole(at_least=1),
         own_option="--log-keep-attempts N",
         help="attempts whose log directories are kept, the latest (default: all)",
     )
     """How many attempts' directories are kept, the latest; None keeps all."""
     keep_runs: int | None = field(
         default=None,
-        check=Whole(at_least=1),
+        check=checks.Whole(at_least=1),
         own_option="--log-keep-runs N",
         help="runs whose directories are kept in --log-dir, the latest that had this option"
         " (default: all)",

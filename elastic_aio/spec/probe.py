@@ -16,19 +16,7 @@ from msgspec import Struct
 
 from elastic_aio.errors import SpecError
 from elastic_aio.ranks import with_local_rank
-from elastic_aio.spec.checks import (
-    OneOf,
-    Seconds,
-    Whole,
-    check_keys,
-    checked_integer,
-    checked_items,
-    checked_pair,
-    checked_text,
-    checked_texts,
-    format_host_port,
-    parse_host_port,
-)
+from elastic_aio.spec import checks
 from elastic_aio.spec.fields import Converted, SpecValue, field, spec_fields
 
 _URL: Final = re.compile(r"(https?)://([^/?#\s]+)([/?][!-~]*)?")
@@ -71,7 +59,7 @@ class LogMatch(Probe):
     pattern: str = field(check=lambda name, value: _pattern(name, value), kw_only=False)
     """A regular expression, looked for in the first 4096 bytes of each line."""
     stream: Literal["any", "stdout", "stderr"] = field(
-        default="any", check=OneOf(("any", "stdout", "stderr"))
+        default="any", check=checks.OneOf(("any", "stdout", "stderr"))
     )
     """The stream that is read: "stdout", "stderr", or "any" of the two."""
 
@@ -83,15 +71,15 @@ class LogMatch(Probe):
 class PolledProbe(Probe):
     """A probe that is asked again and again; times are in seconds."""
 
-    period: float = field(default=1.0, check=Seconds(at_least=0.01))
+    period: float = field(default=1.0, check=checks.Seconds(at_least=0.01))
     """From the start of a question to the start of the next one; an answer that takes longer is
     waited for."""
-    timeout: float = field(default=1.0, check=Seconds(above=0))
+    timeout: float = field(default=1.0, check=checks.Seconds(above=0))
     """The longest time until the answer; a later one is a failure."""
-    threshold: int | None = field(default=None, check=Whole(at_least=1))
+    threshold: int | None = field(default=None, check=checks.Whole(at_least=1))
     """How many answers in a row count: successes until a worker is ready (None: 1), failures until
     it is not alive (None: 3)."""
-    initial_delay: float = field(default=0.0, check=Seconds(at_least=0))
+    initial_delay: float = field(default=0.0, check=checks.Seconds(at_least=0))
     """From the start of the worker (of `alive`: from the time at which it is ready) to the first
     question."""
 
@@ -112,7 +100,7 @@ class PolledProbe(Probe):
 class Tcp(PolledProbe):
     """The worker accepts a connection at `address`, `HOST:PORT`."""
 
-    address: str = field(check=checked_text, kw_only=False)
+    address: str = field(check=checks.checked_text, kw_only=False)
     """`HOST:PORT` or `[IPV6]:PORT`; `${local_rank}` is replaced."""
 
     def _check_for(self, local_rank: int) -> None:
@@ -120,7 +108,7 @@ class Tcp(PolledProbe):
 
     def host_port(self, local_rank: int) -> tuple[str, int]:
         """Return host and port of a worker."""
-        return parse_host_port("probe.address", with_local_rank(self.address, local_rank))
+        return checks.parse_host_port("probe.address", with_local_rank(self.address, local_rank))
 
 
 class HttpTarget(Struct, frozen=True):
@@ -136,7 +124,7 @@ class HttpTarget(Struct, frozen=True):
         """The value of the header `Host`."""
         default = _PORTS["https" if self.is_tls else "http"]
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return host if self.port == default else format_host_port(self.host, self.port)
+        return host if self.port == default else checks.format_host_port(self.host, self.port)
 
 
 def _expects(name: str, value: object) -> tuple[int, int]:
@@ -144,15 +132,15 @@ def _expects(name: str, value: object) -> tuple[int, int]:
         value = value.start, value.stop - 1
     if isinstance(value, int) and not isinstance(value, bool):
         value = value, value
-    low, high = checked_pair(name, value)
-    checked_integer(name, low, at_least=100)
-    if not low <= checked_integer(name, high, at_least=100) <= 599:
+    low, high = checks.checked_pair(name, value)
+    checks.checked_integer(name, low, at_least=100)
+    if not low <= checks.checked_integer(name, high, at_least=100) <= 599:
         raise SpecError(name, value, "must be a pair of status codes from 100 to 599")
     return low, high
 
 
 def _headers(name: str, value: object) -> Mapping[str, str]:
-    headers = checked_texts(name, value)
+    headers = checks.checked_texts(name, value)
     for header, text in headers.items():
         if not _TOKEN.fullmatch(header):
             raise SpecError(name, header, "must hold names of headers")
@@ -167,7 +155,7 @@ class Http(PolledProbe):
     Redirects are not followed, and a certificate is not verified: the worker is on this host.
     """
 
-    url: str = field(check=checked_text, kw_only=False)
+    url: str = field(check=checks.checked_text, kw_only=False)
     """An `http://` or `https://` URL; `${local_rank}` is replaced."""
     expects: Converted[tuple[int, int], tuple[int, int] | range | int] = field(
         default=(200, 399), check=_expects
@@ -187,14 +175,14 @@ def http_target(probe: Http, local_rank: int) -> HttpTarget:
     if match is None:
         raise SpecError("probe.url", url, "must be http://HOST:PORT/PATH or https://...")
     scheme, where, path = match.groups(default="/")
-    host, port = parse_host_port("probe.url", where, default_port=_PORTS[scheme])
+    host, port = checks.parse_host_port("probe.url", where, default_port=_PORTS[scheme])
     return HttpTarget(scheme == "https", host, port, path if path.startswith("/") else f"/{path}")
 
 
 def _argv(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         value = ("/bin/sh", "-c", value)
-    argv = tuple(checked_text(name, item) for item in checked_items(name, value))
+    argv = tuple(checks.checked_text(name, item) for item in checks.checked_items(name, value))
     if not argv or not argv[0] or not argv[-1]:
         raise SpecError(name, value, "must be a command")
     return argv
@@ -216,7 +204,7 @@ class Exec(PolledProbe):
 
 
 def _pattern(name: str, value: object) -> str:
-    text = checked_text(name, value)
+    text = checks.checked_text(name, value)
     try:
         compile_pattern(text)
     except (re.error, ValueError, OverflowError, RecursionError) as error:
@@ -280,7 +268,7 @@ def _from_table(name: str, table: Mapping[Any, Any]) -> Probe:
     make: Any = KINDS[kinds[0]]
     # The positional field stands under the name of the probe.
     known = [key for key, one in spec_fields(make).items() if not one.is_positional]
-    check_keys(name, settings, [kinds[0], *known])
+    checks.check_keys(name, settings, [kinds[0], *known])
     try:
         return make(table[kinds[0]], **settings)  # type: ignore[no-any-return]  # one of `KINDS`
     except SpecError as error:

@@ -12,18 +12,7 @@ from msgspec import Struct
 
 from elastic_aio.errors import SpecError
 from elastic_aio.outcome import Failure
-from elastic_aio.spec.checks import (
-    MAX_NUMBER,
-    OneOf,
-    Seconds,
-    Whole,
-    check_number,
-    checked_integer,
-    checked_items,
-    checked_pair,
-    is_integer,
-    optional,
-)
+from elastic_aio.spec import checks
 from elastic_aio.spec.fields import Converted, SpecValue, field
 from elastic_aio.text import counted
 from elastic_aio.value import Value
@@ -82,7 +71,7 @@ RestartWhen = Literal["on-failure", "always", "never"]
 
 RESTART_WHEN: Final = ("on-failure", "always", "never")
 
-UNLIMITED: Final = MAX_NUMBER
+UNLIMITED: Final = checks.MAX_NUMBER
 """The `max_restarts` of a job without a limit."""
 
 DEFAULT_BACKOFF: Final = Backoff(jitter=False, at_once=1)
@@ -163,19 +152,21 @@ CAUSE_S = 2.0
 
 
 def _codes(name: str, value: object) -> frozenset[int]:
-    codes = checked_items(name, value)
+    codes = checks.checked_items(name, value)
     for code in codes:
-        if not is_integer(code) or not 1 <= code <= 255:
+        if not checks.is_integer(code) or not 1 <= code <= 255:
             raise SpecError(name, code, "must hold exit codes from 1 to 255, 128 + n for a signal")
     return frozenset(codes)
 
 
 def checked_window(name: str, value: object) -> RestartWindow:
     window = (
-        value if isinstance(value, RestartWindow) else RestartWindow(*checked_pair(name, value))
+        value
+        if isinstance(value, RestartWindow)
+        else RestartWindow(*checks.checked_pair(name, value))
     )
-    checked_integer(name, window.count, at_least=1)
-    check_number(name, window.seconds, above=0)
+    checks.checked_integer(name, window.count, at_least=1)
+    checks.check_number(name, window.seconds, above=0)
     return window
 
 
@@ -188,23 +179,23 @@ def _callable(name: str, value: object) -> object:
 def _checked_backoff(name: str, backoff: object) -> Backoff:
     if not isinstance(backoff, Backoff):
         raise SpecError(name, backoff, "must be a Backoff")
-    check_number(f"{name}.initial", backoff.initial, at_least=0)
-    check_number(f"{name}.factor", backoff.factor, at_least=1)
-    check_number(f"{name}.cap", backoff.cap, at_least=0)
+    checks.check_number(f"{name}.initial", backoff.initial, at_least=0)
+    checks.check_number(f"{name}.factor", backoff.factor, at_least=1)
+    checks.check_number(f"{name}.cap", backoff.cap, at_least=0)
     if backoff.cap < backoff.initial:
         problem = f"must be at least initial={backoff.initial:g}"
         raise SpecError(f"{name}.cap", backoff.cap, problem)
     if not isinstance(backoff.jitter, bool):
         raise SpecError(f"{name}.jitter", backoff.jitter, "must be True or False")
-    checked_integer(f"{name}.at_once", backoff.at_once, at_least=0)
+    checks.checked_integer(f"{name}.at_once", backoff.at_once, at_least=0)
     return backoff
 
 
 def _checked_losses(name: str, losses: object) -> NodeLosses:
     if not isinstance(losses, NodeLosses):
         raise SpecError(name, losses, "must be a NodeLosses, or None for no limit")
-    checked_integer(f"{name}.count", losses.count, at_least=0)
-    check_number(f"{name}.seconds", losses.seconds, above=0)
+    checks.checked_integer(f"{name}.count", losses.count, at_least=0)
+    checks.check_number(f"{name}.seconds", losses.seconds, above=0)
     _checked_backoff(f"{name}.backoff", losses.backoff)
     total = losses.backoff.expected_total(losses.count)
     if total >= losses.seconds:
@@ -218,7 +209,7 @@ class RestartPolicy(SpecValue, prefix="restart.", alike=True):
 
     scope: RestartScope = field(
         default="group",
-        check=OneOf(("group", "worker", "rest")),
+        check=checks.OneOf(("group", "worker", "rest")),
         own_option="--restart-scope SCOPE",
         help="workers that a restart starts again: 'group', all; 'worker', the worker that failed;"
         " 'rest', that and those with higher ranks; the latter two need one node (default 'group')",
@@ -228,7 +219,7 @@ class RestartPolicy(SpecValue, prefix="restart.", alike=True):
     its own attempts and restarts, and none has a store."""
     when: RestartWhen = field(
         default="on-failure",
-        check=OneOf(RESTART_WHEN),
+        check=checks.OneOf(RESTART_WHEN),
         own_option="--restart WHEN",
         help="ends that are followed by a restart: 'on-failure' (up to --max-restarts), 'always'"
         " (successes too, without that limit) or 'never' (default 'on-failure')",
@@ -237,7 +228,7 @@ class RestartPolicy(SpecValue, prefix="restart.", alike=True):
     each that was not requested, whatever `max_restarts` says; "never", none."""
     backoff: Backoff | None = field(
         default=DEFAULT_BACKOFF,
-        check=optional(_checked_backoff),
+        check=checks.optional(_checked_backoff),
         own_option="--restart-delay SECONDS",
         help="seconds before each restart; with FIRST:LONGEST the time doubles from one restart to"
         " the next, and a random part of it is waited (default 0 before the first restart,"
@@ -248,7 +239,7 @@ class RestartPolicy(SpecValue, prefix="restart.", alike=True):
     attempt that ran for a minute, or for `healthy_after`."""
     healthy_after: float | None = field(
         default=None,
-        check=Seconds(above=0),
+        check=checks.Seconds(above=0),
         own_option="--healthy-after SECONDS",
         help="an attempt that ran for so long returns all restarts used so far (default: never)",
     )
@@ -282,11 +273,13 @@ class RestartPolicy(SpecValue, prefix="restart.", alike=True):
     Returns within 10 minutes a `RestartAction`, or an awaitable of one, that overrides the
     exit-code rules.  A plain function runs in a thread; a coroutine function must not block.
     """
-    node_losses: NodeLosses | None = field(default=NodeLosses(), check=optional(_checked_losses))
+    node_losses: NodeLosses | None = field(
+        default=NodeLosses(), check=checks.optional(_checked_losses)
+    )
     """Limit of lost nodes, which cost no restart; None for no limit."""
     max_attempts_without_progress: int | None = field(
         default=None,
-        check=Whole(at_least=1),
+        check=checks.Whole(at_least=1),
         own_option="--max-attempts-without-progress N",
         help="the job ends when N attempts in a row have failed in which no worker has sent"
         " PROGRESS, whatever --max-restarts allows (default: no limit)",
@@ -295,7 +288,7 @@ class RestartPolicy(SpecValue, prefix="restart.", alike=True):
     limit.  An attempt with progress begins the count anew."""
     exclude_for: float | None = field(
         default=None,
-        check=Seconds(above=0),
+        check=checks.Seconds(above=0),
         own_option="--exclude-for SECONDS",
         help="a node that a worker has excluded (EXCLUDE=reason) takes part again after so long"
         " (default: not before its launcher is started again)",

@@ -38,17 +38,7 @@ from elastic_aio.node_events import NodeExcluded, NodeStandby, RoundFormed
 from elastic_aio.outcome import AttemptResult, ExitStatus, Failure, JobOutcome
 from elastic_aio.process.children import Child, ChildSpec
 from elastic_aio.process.tree import Survivor
-from elastic_aio.rendezvous.base import (
-    AgentPort,
-    EndJob,
-    Instruction,
-    NodeInfo,
-    Placement,
-    Rendezvous,
-    RoundSucceeded,
-    StartRound,
-    StopRound,
-)
+from elastic_aio.rendezvous import base
 from elastic_aio.rendezvous.dynamic import SILENT, DynamicRendezvous
 from elastic_aio.spec.checks import checked_part
 from elastic_aio.spec.job import LaunchSpec
@@ -77,7 +67,7 @@ class SimDriver(MultiNodeDriver):
         node: SimNode,
         spec: LaunchSpec,
         checker: InvariantChecker,
-        behavior: Callable[[SimNode, Placement], WorkerBehavior],
+        behavior: Callable[[SimNode, base.Placement], WorkerBehavior],
     ) -> None:
         """Start the agent; called in the node's process."""
         self.node = node
@@ -101,33 +91,33 @@ class SimDriver(MultiNodeDriver):
             self.node.process.kill()
 
     def _make_rendezvous(
-        self, spec: LaunchSpec, node: NodeInfo, run_id: str, agent: AgentPort
-    ) -> Rendezvous:
+        self, spec: LaunchSpec, node: base.NodeInfo, run_id: str, agent: base.AgentPort
+    ) -> base.Rendezvous:
         node = replace(node, pid=self.node.number)
         return DynamicRendezvous(spec, node, run_id, agent, self.node.process)
 
-    def on_instruction(self, instruction: Instruction) -> None:
+    def on_instruction(self, instruction: base.Instruction) -> None:
         node = self.node
         if not node.is_over:
             match instruction:
-                case StartRound(placement):
+                case base.StartRound(placement):
                     node.is_standing_by = node.has_succeeded = False
                     self.checker.on_ordered(node, instruction)
                     node.placement = placement
-                case StopRound(round, why) if node.placement is None or (
+                case base.StopRound(round, why) if node.placement is None or (
                     round >= node.placement.round
                 ):
                     node.has_succeeded = False
                     if why.startswith(SILENT):
                         self.checker.on_isolated(node, why)
-                case EndJob(outcome):
+                case base.EndJob(outcome):
                     node.is_ending = True
                     self.checker.on_end_ordered(node, outcome)
         super().on_instruction(instruction)
 
     def _perform(self, effect: Effect) -> None:
         match effect:
-            case SendReport(report=RoundSucceeded()) if not self.node.is_over:
+            case SendReport(report=base.RoundSucceeded()) if not self.node.is_over:
                 self.node.has_succeeded = True
                 self.checker.rounds.on_succeeded(self.node)
         super()._perform(effect)
@@ -205,7 +195,7 @@ class SimGroup:
     """The workers of one attempt, which behave as the simulation says (see `Group`)."""
 
     def __init__(
-        self, driver: SimDriver, runtime: LocalRuntime, attempt: int, placement: Placement
+        self, driver: SimDriver, runtime: LocalRuntime, attempt: int, placement: base.Placement
     ) -> None:
         self.attempt = attempt
         self.placement = placement
@@ -339,8 +329,8 @@ class Simulation:
         self.checker = InvariantChecker(self.network, spec, self._trace, self.nodes)
         self.processes: list[SimNode] = []
         """All processes of all nodes."""
-        self.behavior: Callable[[SimNode, Placement], WorkerBehavior] = lambda node, placement: (
-            WorkerBehavior()
+        self.behavior: Callable[[SimNode, base.Placement], WorkerBehavior] = (
+            lambda node, placement: WorkerBehavior()
         )
         """What the workers of a node do in a round; by default they do not end."""
         self.endpoints = tuple(endpoints)
@@ -455,7 +445,7 @@ class Simulation:
         node.add_fault("is started")
         checked = weakref.WeakMethod(self._checked_behavior)
 
-        def behavior(node: SimNode, placement: Placement) -> WorkerBehavior:
+        def behavior(node: SimNode, placement: base.Placement) -> WorkerBehavior:
             # Without a cycle through its nodes, a simulation that is dropped is closed first.
             method = checked()
             assert method is not None
@@ -466,7 +456,7 @@ class Simulation:
         self.processes.append(node)
         return node
 
-    def _checked_behavior(self, node: SimNode, placement: Placement) -> WorkerBehavior:
+    def _checked_behavior(self, node: SimNode, placement: base.Placement) -> WorkerBehavior:
         """Call `behavior`; its caller is a task of a node, so `run` raises its errors."""
         try:
             behavior: object = self.behavior(node, placement)

@@ -16,18 +16,8 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
+from elastic_aio import events
 from elastic_aio.aio import Alarm, PausableClock, cancel_and_wait, create_task, run_in_thread
-from elastic_aio.events import (
-    DeadlineMissed,
-    Event,
-    StacksDumped,
-    TimerExpired,
-    TimerRejected,
-    WorkerActivity,
-    WorkerReady,
-    WorkersIdle,
-    WorkersUnfinished,
-)
 from elastic_aio.process import proc
 from elastic_aio.process.tree import ProcessTree
 from elastic_aio.spec.liveness import LivenessSpec
@@ -59,7 +49,7 @@ class Watchdog:
         self,
         spec: LivenessSpec,
         clock: PausableClock,
-        publish: Callable[[Event], None],
+        publish: Callable[[events.Event], None],
         tree: Callable[[], ProcessTree],
         *,
         directory: Callable[[int], str | None],
@@ -234,7 +224,7 @@ class Watchdog:
                 self._requests.reject(f"more than {TIMERS_MAX} timers")
         if self._requests.rejected and not self._has_reported_rejected:
             self._has_reported_rejected = True
-            self._publish(TimerRejected(attempt=self._attempt, why=self._requests.rejected))
+            self._publish(events.TimerRejected(attempt=self._attempt, why=self._requests.rejected))
         self._set_alarm(self._table.next_timer)  # the deadlines of workers are the same
 
     # ------------------------------------------------------------- deadlines
@@ -350,7 +340,7 @@ class Watchdog:
         for worker in workers:
             worker.notes = (f"stacks: {dump.summary}{where}",)
         self._publish(
-            StacksDumped(attempt=attempt, why=reason, summary=dump.summary, path=dump.path)
+            events.StacksDumped(attempt=attempt, why=reason, summary=dump.summary, path=dump.path)
         )
         return dump
 
@@ -358,7 +348,7 @@ class Watchdog:
 
     def _report_ready(self, worker: WatchedWorker) -> None:
         self._publish(
-            WorkerReady(
+            events.WorkerReady(
                 attempt=self._attempt,
                 rank=worker.ranks.rank,
                 local_rank=worker.ranks.local_rank,
@@ -372,7 +362,7 @@ class Watchdog:
         if worker is not None and self._spec.on_timeout == "fail" and not worker.hang:
             worker.hang, worker.hung_at = item.reason, time.time()
         self._publish(
-            DeadlineMissed(
+            events.DeadlineMissed(
                 attempt=self._attempt,
                 rank=-1 if worker is None else worker.ranks.rank,
                 local_rank=item.local_rank,
@@ -392,7 +382,7 @@ class Watchdog:
         finished = sum(not one.is_running and one.status.is_success for one in workers)
         worlds = [one.ranks.world_size for one in workers if one.ranks.group_world_size > 1]
         self._publish(
-            WorkersUnfinished(
+            events.WorkersUnfinished(
                 attempt=self._attempt,
                 seconds=seconds,
                 finished=finished + self._table.peers_finished,
@@ -408,7 +398,7 @@ class Watchdog:
             times = f"{round(age, 2):g} s (limit {round(limit, 2):g} s)"
             worker.expired_timer = f"timer {scope!r} expired after {times}"
         self._publish(
-            TimerExpired(
+            events.TimerExpired(
                 attempt=self._attempt,
                 rank=-1 if worker is None else worker.ranks.rank,
                 local_rank=-1 if worker is None else worker.ranks.local_rank,
@@ -424,11 +414,11 @@ class Watchdog:
         seconds = self._spec.idle_report or 0.0
         dump = await self.dump(f"no worker has been busy for {seconds:g} s")
         self._publish(
-            WorkersIdle(
+            events.WorkersIdle(
                 attempt=self._attempt,
                 seconds=seconds,
                 workers=tuple(
-                    WorkerActivity(
+                    events.WorkerActivity(
                         rank=worker.rank,
                         local_rank=worker.local_rank,
                         pid=worker.pid,

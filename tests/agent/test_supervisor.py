@@ -699,7 +699,7 @@ def test_no_child_is_started_after_a_notice() -> None:
 def test_a_child_is_stopped_until_its_restart_is_requested() -> None:
     play = started(group({"a": ALWAYS, "b": ALWAYS}, strategy="one_for_all"))
     assert play.stop("a", signal=2) == "-a"
-    assert play.effects[0].signal == 2
+    assert play.effects[0].stop.signal == 2
     assert play.end("a", None) == ""
     assert play.end("b", 1) == "+b1", "a stays stopped"
     assert play.restart("a") == "+a1"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from elastic_aio.discovery import locator
+from elastic_aio.discovery import choice
 from elastic_aio.events import EventsMissed, JobFinished, WorkerStoreRefused
 from elastic_aio.node_events import (
     CoordinatorChanged,
@@ -232,7 +232,7 @@ def link_of(agent: FakeAgent) -> object:
 async def test_a_reset_connection_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes back while the lease lingers: longer here, since a busy host takes its time."""
     monkeypatch.setattr(session, "LEASE_LINGER", 2.0)
-    monkeypatch.setattr(locator, "RECONNECT_FOR", 2.0)
+    monkeypatch.setattr(choice, "RECONNECT_FOR", 2.0)
     endpoint = free_endpoint()
     a = FakeAgent("a", job_spec(endpoint, "1:2", heartbeat_timeout=10.0))
     async with present(a) as members, ChaosProxy(int(endpoint.rpartition(":")[2])) as proxy:
