@@ -294,6 +294,7 @@ class Job:
         self._sessions = sessions
         self._supervisor = supervisor
         self._signalled: set[tuple[int, int]] = set()
+        self._ignored = stop_order.Ignored()
         self._foreground: set[tuple[int, int]] = set()
         self._readers: dict[tuple[int, int], float] = {}
 
@@ -341,10 +342,14 @@ class Job:
         """Signal the processes whose turn it is, each once."""
         due = processes
         leaders = {process.pid for process in processes if process.pid in self._sessions}
+        for process in processes:
+            self._ignored.note(process, self._owner_of(process))
+        ignoring = self._ignored.pids(processes, number)
         try:
             if is_ordered:
                 due, _ = stop_order.next_due(
-                    processes, leaders, self._owner_of, number, self._foreground
+                    *(processes, leaders, self._owner_of, ignoring),
+                    *(self._signalled, self._foreground),
                 )
             now = time.monotonic()
             for process in due:
@@ -353,9 +358,8 @@ class Job:
                         is_leader = process.pid in leaders
                         if not is_leader and stop_order.is_draining(process, self._readers, now):
                             continue
-                        found = stop_order.foreground_of(process.pid)
-                        self._foreground.update(item.identity for item in found)
                     self._signalled.add(process.identity)
+                    self._ignored.note_signal(self._owner_of(process))
                     proc.signal_process(process, number)
         except OSError:
             return  # no descriptor for a moment

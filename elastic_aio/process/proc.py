@@ -123,10 +123,11 @@ def own_descriptors() -> list[int]:
 class ProcEntry:
     """A process as `/proc` shows it; not changed after that.
 
-    `start` is in clock ticks since boot; `flags` are its main thread's.
+    `start` is in clock ticks since boot; `flags` are its main thread's; `ignored` is the mask of
+    the signals that it ignores, those for real time left out.
     """
 
-    __slots__ = ("flags", "parent", "pid", "session", "start", "state", "threads")
+    __slots__ = ("flags", "ignored", "parent", "pid", "session", "start", "state", "threads")
 
     def __init__(
         self,
@@ -137,6 +138,7 @@ class ProcEntry:
         state: str = "S",
         flags: int = 0,
         threads: int = 1,
+        ignored: int = 0,
     ) -> None:
         self.pid = pid
         self.parent = parent
@@ -145,6 +147,7 @@ class ProcEntry:
         self.state = state
         self.flags = flags
         self.threads = threads
+        self.ignored = ignored
 
     def __repr__(self) -> str:
         return f"<ProcEntry {self.pid} of session {self.session}, state {self.state}>"
@@ -167,7 +170,7 @@ def parse_stat(content: bytes) -> ProcEntry:
     """Read `/proc/<pid>/stat`, or raise a ValueError if it has another format."""
     pid = int(content[: content.index(b" ")])
     fields = _fields(content)
-    if len(fields) < 20:
+    if len(fields) < 31:
         raise ValueError("stat is too short")
     return ProcEntry(
         pid=pid,
@@ -177,6 +180,7 @@ def parse_stat(content: bytes) -> ProcEntry:
         state=fields[0].decode("ascii", "replace"),
         flags=int(fields[6]),
         threads=int(fields[17]),
+        ignored=int(fields[30]),
     )
 
 
@@ -274,10 +278,6 @@ def wait_channel(pid: int) -> str:
 
 
 # ---------------------------------------------------------- what it does about a signal
-
-
-def ignored_signals(pid: int) -> int:
-    return int(read_status(pid, b"SigIgn").get(b"SigIgn", b"0"), 16)
 
 
 def is_in(mask: int, number: int) -> bool:

@@ -14,6 +14,10 @@ tells the two apart: without job control, a command of the background ignores SI
 SIGQUIT decides.  A shell that is itself below a command of the background ignores SIGINT, and so do
 all its children: that says nothing about them.
 
+A process that ignores the signal passes its turn to its children: system(3) ignores SIGINT, which
+a terminal sends to its child too.  What counts is what a process ignored before the stop
+(`Ignored`): many handlers ignore a signal once they have it, and then wait for a child that saves.
+
 The guardian runs this file in a bare interpreter, as `proc`.
 """
 
@@ -34,12 +38,35 @@ DRAIN_S = 0.1
 _SIGINT_BIT, _SIGQUIT_BIT = 1 << 1, 1 << 2
 
 
+class Ignored:
+    """The signals that processes ignored before a signal of a stop has reached their worker."""
+
+    def __init__(self) -> None:
+        self._masks: dict[tuple[int, int], int] = {}
+        self._reached: set[int | None] = set()
+
+    def note(self, process: proc.ProcEntry, owner: int | None) -> None:
+        """Note a process of a leader; None: of any, so that each signal may have reached it."""
+        if not (owner in self._reached if owner else self._reached):
+            self._masks.setdefault(process.identity, process.ignored)
+
+    def note_signal(self, owner: int | None) -> None:
+        """Note that a signal is sent to a process of a leader, which may pass it on."""
+        self._reached.add(owner)
+
+    def pids(self, processes: Iterable[proc.ProcEntry], number: int) -> set[int]:
+        """Return which processes have ignored a signal; none that was seen later only."""
+        found = ((one.pid, self._masks.get(one.identity, 0)) for one in processes)
+        return {pid for pid, mask in found if proc.is_in(mask, number)}
+
+
 def next_due(
     processes: Sequence[proc.ProcEntry],
     leaders: set[int],
     owner_of: Callable[[proc.ProcEntry], int | None],
-    number: int,
-    foreground: Container[tuple[int, int]],
+    ignoring: set[int],
+    signalled: Container[tuple[int, int]],
+    foreground: set[tuple[int, int]],
 ) -> tuple[list[proc.ProcEntry], set[int]]:
     """Return the processes that a signal reaches now, and the pids that the others wait for.
 
@@ -48,16 +75,18 @@ def next_due(
         leaders: pids of the leaders that run.
         owner_of: returns the pid of the leader, which may have ended, of a process without
             parents in the job; None: unknown.
-        foreground: identities of the processes that signalled shells wait for.
+        ignoring: pids of the processes that pass their turn to their children.
+        signalled: identities of those that have had the signal.
+        foreground: identities of the processes that signalled shells wait for; those of shells
+            that get it now are added.  Later on, a trap may wait for what it has started.
     """
-
-    def is_ignoring(pid: int) -> bool:
-        return proc.is_in(proc.ignored_signals(pid), number)
-
-    due, holders = due_for_signal(processes, leaders, owner_of, is_ignoring)
+    due, holders = due_for_signal(processes, leaders, owner_of, ignoring)
     known = set(due)
+    for process in due:
+        if process.identity not in signalled:
+            foreground.update(one.identity for one in foreground_of(process.pid))
     due += (item for item in processes if item.identity in foreground and item not in known)
-    first, writers = without_readers(due, is_ignoring)
+    first, writers = without_readers(due, ignoring)
     return first, holders | writers
 
 
@@ -65,13 +94,9 @@ def due_for_signal(
     processes: Iterable[proc.ProcEntry],
     leaders: set[int],
     owner_of: Callable[[proc.ProcEntry], int | None],
-    is_ignoring: Callable[[int], bool],
+    ignoring: set[int],
 ) -> tuple[list[proc.ProcEntry], set[int]]:
-    """Do the same by parents and leaders only; pure.
-
-    A process for which `is_ignoring` returns that it ignores the signal passes its turn to its
-    children: system(3) ignores SIGINT, which a terminal sends to its child too.
-    """
+    """Do the same by parents and leaders only; pure."""
     present = {process.pid for process in processes}
     leaders = set(leaders)
     while True:
@@ -86,15 +111,15 @@ def due_for_signal(
             holders |= waits_for
             if not waits_for:
                 due.append(process)
-        ignoring = {pid for pid in holders if is_ignoring(pid)}
-        if not ignoring:
+        passing = holders & ignoring
+        if not passing:
             return due, holders
-        present -= ignoring
-        leaders -= ignoring
+        present -= passing
+        leaders -= passing
 
 
 def without_readers(
-    due: Sequence[proc.ProcEntry], is_ignoring: Callable[[int], bool]
+    due: Sequence[proc.ProcEntry], ignoring: set[int]
 ) -> tuple[list[proc.ProcEntry], set[int]]:
     """Leave out the readers of pipes into which processes write that the signal reaches.
 
@@ -106,7 +131,7 @@ def without_readers(
     pipes = {process.pid: pipe for process in due if (pipe := _pipe(process.pid, 0))}
     if not pipes:
         return [*due], set()
-    ending = {process.pid for process in due if not is_ignoring(process.pid)}
+    ending = {process.pid for process in due} - ignoring
     writers: dict[str, set[int]] = {pipe: set() for pipe in pipes.values()}
     for pid in ending:
         for pipe in {_pipe(pid, 1), _pipe(pid, 2)} & writers.keys():
@@ -147,12 +172,13 @@ def foreground_of(pid: int) -> list[proc.ProcEntry]:
         shell = shells.pop()
         if not _is_shell(shell):
             continue
-        tells = not proc.ignored_signals(shell) & _SIGINT_BIT
+        entry = proc.read_process(shell)
+        tells = entry is not None and not entry.ignored & _SIGINT_BIT
         for child in proc.list_children(shell):
             process = proc.read_process(child)
             # A shell keeps SIGINT as it is; bash ignores SIGQUIT always.
             sign = _SIGINT_BIT if _is_shell(child) else _SIGQUIT_BIT
-            if process is not None and not (tells and proc.ignored_signals(child) & sign):
+            if process is not None and not (tells and process.ignored & sign):
                 found.append(process)
                 shells.append(child)
     return found

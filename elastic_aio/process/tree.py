@@ -120,6 +120,7 @@ class ProcessTree:
         self._signals: dict[int, set[int]] = {}  # sent by stops, by pid of the leader
         self._descendants: dict[int, int] = {}  # pid -> start, see _record_descendants
         self._owners: dict[tuple[int, int], int] = {}  # leaders of processes, by identity
+        self._ignored = stop_order.Ignored()  # before the stop
         self._server: Child | None = None
         self._excluded: WorkerSession | None = None
         self._is_foreign = proc.is_foreign()
@@ -353,6 +354,7 @@ class ProcessTree:
             if is_empty:
                 break
         survivors = [] if is_empty else await self._remaining()
+        self._ignored = stop_order.Ignored()
         self._forget_ended()
         self._keep_descriptors()
         return survivors
@@ -479,9 +481,14 @@ class ProcessTree:
         due = processes
         if is_ordered:
             running = {pid for pid, _ in self._running()}
+            for process in processes:
+                self._ignored.note(process, self._owner_of(process))
+            ignoring = self._ignored.pids(processes, number)
+            leaders = {one.identity for one in processes if one.pid in watches.leaders}
             try:
                 due, holders = stop_order.next_due(
-                    processes, running, self._owner_of, number, watches.foreground
+                    *(processes, running, self._owner_of, ignoring),
+                    *(watches.signalled | leaders, watches.foreground),
                 )
             except OSError:
                 pass  # no descriptor left: all that the scan has found are due
@@ -497,15 +504,15 @@ class ProcessTree:
                 if is_ordered and stop_order.is_draining(process, watches.readers, now):
                     timers = timers or [_timer(stop_order.DRAIN_S)]
                     continue
-                self._signal_descendant(process, number, watches, is_ordered)
+                self._signal_descendant(process, number, watches)
             elif process.pid not in watches.leaders:
                 self._signal_leader(process.pid, leader, number, watches, is_ordered)
                 _continue_leader(process.pid, leader, number)
             await yielder.maybe_yield()
         if watches.is_short:
             self._free_descriptors()  # a signal takes two at a time, and a scan one
-        leaders = [leader.exited for pid, leader in self._running() if pid in holders]
-        return [*leaders, *watches.exits(holders), *timers]
+        awaited = [leader.exited for pid, leader in self._running() if pid in holders]
+        return [*awaited, *watches.exits(holders), *timers]
 
     def _owner_of(self, process: proc.ProcEntry) -> int | None:
         """Return the leader of a process without parents in the job; None: it is unknown."""
@@ -513,12 +520,9 @@ class ProcessTree:
             return process.session
         return self._owners.get(process.identity)
 
-    def _signal_descendant(
-        self, process: proc.ProcEntry, number: int, watches: _Watches, is_ordered: bool
-    ) -> None:
-        # Later on, a trap of the shell may wait for what it has started.
-        if is_ordered and not watches.was_signalled(process):
-            watches.foreground.update(one.identity for one in _foreground_of(process.pid))
+    def _signal_descendant(self, process: proc.ProcEntry, number: int, watches: _Watches) -> None:
+        if number:
+            self._ignored.note_signal(self._owner_of(process))
         watches.send(process, number)
 
     def _signal_leader(
@@ -526,6 +530,7 @@ class ProcessTree:
     ) -> None:
         watches.leaders.add(pid)
         foreground = _foreground_of(pid) if is_ordered else []
+        self._ignored.note_signal(pid)
         if leader.send_signal(number):  # else it has ended, and is no victim of this stop
             watches.foreground.update(one.identity for one in foreground)
             self._signals.setdefault(leader.pid, set()).add(number)
@@ -539,9 +544,12 @@ class ProcessTree:
     def _recorded(self, leader: int) -> Iterator[proc.ProcEntry]:
         """Record the descendants of a leader while their parents live, and yield each."""
         try:
+            if process := proc.read_process(leader):
+                self._ignored.note(process, leader)
             for entry in proc.iter_descendants(leader):
                 self._descendants[entry.pid] = entry.start
                 self._owners[entry.identity] = leader
+                self._ignored.note(entry, leader)
                 yield entry
         except OSError:
             return  # no descriptor left; the scan waits for one
@@ -594,7 +602,7 @@ class _Watches:
         self.is_blind = False  # a process runs that was signalled and is not watched
         self.is_short = False  # a process was not signalled, for want of descriptors
         self.readers: dict[tuple[int, int], float] = {}  # pipes' readers, first without writers
-        self._signalled: set[tuple[int, int]] = set()
+        self.signalled: set[tuple[int, int]] = set()
         self._watched: dict[tuple[int, int], asyncio.Future[None]] = {}
         self._watches: list[PidfdWatch] = []
 
@@ -613,9 +621,6 @@ class _Watches:
             if not future.done() and (pids is None or pid in pids)
         ]
 
-    def was_signalled(self, process: proc.ProcEntry) -> bool:
-        return process.identity in self._signalled
-
     def send(self, process: proc.ProcEntry, number: int) -> None:
         """Signal a process once, and watch it unless too many are watched already.
 
@@ -625,7 +630,7 @@ class _Watches:
         identity = process.identity
         has_room = self.has_room and len(self.exits()) < _WATCHES_MAX
         self.is_blind |= not has_room and identity not in self._watched
-        if identity in self._watched or (identity in self._signalled and not has_room):
+        if identity in self._watched or (identity in self.signalled and not has_room):
             return
         try:
             descriptor = proc.open_pidfd(process)
@@ -634,8 +639,8 @@ class _Watches:
             return
         if descriptor is None:
             return
-        if identity not in self._signalled:
-            self._signalled.add(identity)
+        if identity not in self.signalled:
+            self.signalled.add(identity)
             proc.send(descriptor, number)
             if proc.needs_continue(process, number):
                 proc.send(descriptor, signal.SIGCONT)

@@ -55,6 +55,11 @@ for number in signals:
 signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 sys.exit(child.wait())
 """
+# The same for the first one, and ignores all others: timeout does so.
+FORWARDING_ONCE = FORWARDING.replace(
+    "child.send_signal(number)",
+    "(signal.signal(number, signal.SIG_IGN), child.send_signal(number))",
+)
 # Runs a shell that runs the program, and handles no signal: conda does so.
 CALLING = """
 import subprocess, sys
@@ -145,6 +150,9 @@ WORKERS: dict[str, Callable[[Sequence[str]], list[str]]] = {
     "timeout": lambda train: ["timeout", "--foreground", "100", *train],
     "timeout below a shell": script('timeout --foreground 100 "$@"; true'),
     "a wrapper that passes it on": lambda train: [sys.executable, "-S", "-c", FORWARDING, *train],
+    "a wrapper that passes one on": lambda train: [
+        *(sys.executable, "-S", "-c", FORWARDING_ONCE, *train)
+    ],
     "a wrapper below a shell": script(f'{sys.executable} -S -c "$FORWARDING" "$@"; true'),
     "a wrapper that calls a shell": lambda train: [sys.executable, "-S", "-c", CALLING, *train],
     "a nested job": lambda train: [*CLI, "run", "--quiet", "--no-python", *train],
@@ -169,6 +177,13 @@ def test_a_program_saves(
         pytest.param(script('"$@"; true'), id="shell"),
         # system(3) ignores SIGINT while it waits.
         pytest.param(lambda train: ["perl", "-e", "system(@ARGV)", *train], id="system"),
+        pytest.param(
+            lambda train: [
+                *("perl", "-e", "system(@ARGV)", "bash", "-c", 'trap true INT; "$@"; true', "bash"),
+                *train,
+            ],
+            id="shell below system",
+        ),
     ],
 )
 def test_ctrl_c_reaches_a_command_that_is_waited_for(

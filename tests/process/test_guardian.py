@@ -668,7 +668,7 @@ REDIRECTED = 'exec "$@" > "$NOTES/lines"'
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "exec"])
-@pytest.mark.parametrize("kind", ["child", "session", "daemon", "below a shell"])
+@pytest.mark.parametrize("kind", ["child", "session", "daemon", "once", "below a shell"])
 def test_a_helper_gets_the_signal_of_the_guardian_after_its_leader(
     kind: str, how: str, tmp_path: Path
 ) -> None:

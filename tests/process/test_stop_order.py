@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from elastic_aio.process import proc
 from elastic_aio.process.proc import ProcEntry
-from elastic_aio.process.stop_order import due_for_signal, foreground_of, receivers_of
+from elastic_aio.process.stop_order import Ignored, due_for_signal, foreground_of, receivers_of
 
 GUARD_MS = 30_000
 
@@ -37,7 +37,7 @@ class Job(NamedTuple):
             self.processes,
             self.leaders,
             lambda process: self.owners.get(process.pid),
-            self.ignoring.__contains__,
+            set(self.ignoring),
         )
         assert len({process.pid for process in due}) == len(due)
         return {process.pid for process in due}, holders
@@ -156,6 +156,29 @@ def test_the_next_are_due_when_the_first_have_ended(job: Job) -> None:
     for process in job.processes:
         if process.parent in position and process.pid not in job.leaders:
             assert position[process.parent] < position[process.pid]
+
+
+def test_what_a_process_ignored_before_a_signal_counts() -> None:
+    """A mask that is seen when a signal may have reached the process says nothing."""
+    ignored = Ignored()
+    masks = {7: 1 << 14, 8: 0, 9: 1 << 14}
+
+    def processes(mask: dict[int, int]) -> list[ProcEntry]:
+        return [ProcEntry(pid, 1, pid, 0, ignored=each) for pid, each in mask.items()]
+
+    for process in processes(masks):
+        ignored.note(process, process.pid)
+    ignored.note_signal(8)
+    late = ProcEntry(10, 8, 8, 0, ignored=1 << 14)
+    unknown = ProcEntry(11, 1, 11, 0, ignored=1 << 14)
+    ignored.note(late, 8)
+    ignored.note(unknown, None)
+    after = processes(dict.fromkeys(masks, 1 << 14))
+    for process in after:
+        ignored.note(process, process.pid)
+    assert ignored.pids([*after, late, unknown], 15) == {7, 9}
+    assert ignored.pids(after, 2) == set()
+    assert ignored.pids([ProcEntry(7, 1, 7, 99)], 15) == set()  # its pid is used again
 
 
 # -------------------------------------------------------------- with real shells

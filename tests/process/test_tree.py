@@ -739,11 +739,14 @@ async def stop_after_a_scan(bench: Bench, plan: StopPlan, gate: Path, scans: Sca
     assert await task == []
 
 
-@pytest.mark.parametrize("kind", ["child", "session", "daemon"])
+@pytest.mark.parametrize("kind", ["child", "session", "daemon", "once"])
 async def test_a_helper_gets_the_signal_after_its_leader(
     bench: Bench, kind: str, gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once, with a session of its own too, and as a daemon, which may belong to any leader."""
+    """Once, with a session of its own too, and as a daemon, which may belong to any leader.
+
+    A leader that ignores the signal since it has had it keeps its helper too.
+    """
     leader, helper = await add_holder(bench, *holder(kind, gate))
     await stop_after_a_scan(bench, LONG, gate, Scans(monkeypatch))
     assert bench.rest() == ["served", "helper SIGTERM after"]
@@ -801,12 +804,13 @@ async def test_a_stopped_helper_is_continued_for_its_leader(bench: Bench) -> Non
     assert bench.rest() == ["leader SIGTERM", "served", "helper SIGTERM after"]
 
 
+@pytest.mark.parametrize("kind", ["child", "once"])
 async def test_a_program_below_a_shell_keeps_its_helpers(
-    bench: Bench, gate: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, kind: str, gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The shell ends at once, and its program, which saves, leads then; it gets one signal."""
     script = '"$@"; true'
-    leader = await bench.add("sh", "-c", script, "sh", *holder("child", gate))
+    leader = await bench.add("sh", "-c", script, "sh", *holder(kind, gate))
     assert len({bench.line(), bench.line()}) == 2
     scans = Scans(monkeypatch)
     task = asyncio.create_task(bench.stop(LONG))
@@ -820,6 +824,55 @@ async def test_a_program_below_a_shell_keeps_its_helpers(
     assert bench.rest() == ["served", "helper SIGTERM after"]
     assert status(leader) == ExitStatus(signal=15)
     assert bench.escalations == []
+
+
+async def test_a_later_step_asks_what_was_ignored_before_the_first(
+    bench: Bench, gate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The handler of the first signal may ignore those that follow, and need a helper."""
+    await add_holder(bench, *holder("once", gate))
+    step = StopStep(15, 0.05)
+    plan = StopPlan((step, StopStep(15, 1000.0)))
+    task = asyncio.create_task(bench.stop(plan))
+    assert await bench.next_line() == "leader SIGTERM"
+    await until(lambda: bench.escalations, "the second step")
+    scans = Scans(monkeypatch)
+    await until(lambda: scans.found, "a scan")
+    with gate.open("w"):
+        pass
+    assert await task == []
+    assert bench.rest() == ["served", "helper SIGTERM after"]
+
+
+# A leader that ends and leaves a parent, which ignores SIGTERM from the start or after the first.
+LEAVING = """
+import os, signal, sys
+def ignore(*_):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.write(1, b"ignored\\n")
+if os.fork():
+    os._exit(0)
+signal.signal(signal.SIGTERM, signal.SIG_IGN if sys.argv[1] == "start" else ignore)
+if os.fork():
+    os.wait()
+    os._exit(0)
+signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b"got\\n"), os._exit(0)))
+os.write(1, b"up\\n")
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize(("since", "printed"), [("start", "got"), ("signal", "ignored")])
+async def test_what_is_left_passes_its_turn_if_it_ignored_the_signal_before(
+    bench: Bench, since: str, printed: str
+) -> None:
+    """Its leader has ended before the stop, so no signal of the stop has reached it."""
+    leader = await bench.add(sys.executable, "-I", "-S", "-c", LEAVING, since)
+    assert bench.line() == "up"
+    await end_of(leader)
+    assert await bench.stop(SHORT) == []
+    assert bench.rest() == [printed]
 
 
 async def test_helpers_do_not_wait_for_the_leaders_of_others(bench: Bench, gate: Path) -> None:

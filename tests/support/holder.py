@@ -7,7 +7,8 @@ from pathlib import Path
 
 # A leader and its helper, which print the signals that they get, the helper with the state of
 # the leader.  After SIGTERM the leader waits at a gate if it has one (a named pipe), uses its
-# helper and exits; with "all" it waits for the signal of its helper instead.
+# helper and exits; with "all" it waits for the signal of its helper instead.  With "once" it
+# ignores all signals after the first.
 HOLDER = """
 import os, select, signal, sys
 kind, gate = sys.argv[1:]
@@ -41,7 +42,12 @@ if os.fork() == 0:
     os._exit(0)
 os.close(answers)
 names = []
-woken = handle_signals(lambda name: (names.append(name), say("leader", name)))
+def note(name):
+    if kind == "once":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    names.append(name)
+    say("leader", name)
+woken = handle_signals(note)
 if kind == "daemon":
     os.wait()
 say("ready")
