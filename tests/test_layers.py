@@ -362,7 +362,7 @@ def test_the_guardian_imports_the_standard_library_only(name: str) -> None:
         assert not [imported for imported in names if imported.startswith("elastic_aio")]
     roots = {imported.partition(".")[0] for imported in names}
     standard = {"__future__", "_signal", "_socket", "binascii", "errno", "fcntl"}
-    standard |= {"itertools", "os", "resource", "sys", "time"}
+    standard |= {"itertools", "os", "resource", "select", "sys", "time"}
     assert roots - {"elastic_aio"} <= standard | BARE_NEIGHBOURS
 
 

@@ -43,6 +43,7 @@ LATE = {
     "compat.torch.site.sitecustomize": "the program may install nothing",
     "engines.redis.link": "a logger is needed once",
     "process.adopted": "a program that adopts no orphans loads no ctypes",
+    "process.proc": "few processes are left that hold pipes",
     "process.rusage": "a program that reaps its children otherwise loads no ctypes",
     "text": "the guardian and workers load neither",
 }

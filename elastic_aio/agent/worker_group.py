@@ -306,7 +306,7 @@ class WorkerGroup:
             return True
         if await tree.linger(_SETTLE_S, self._linger_over):
             return True
-        left = {entry.pid: proc.name_of(entry.pid) for entry in await tree.descendants() or ()}
+        left = {entry.pid: proc.name_of(entry.pid) for entry in await tree.staying()}
         if left:
             self._runtime.publish(
                 LeftoversFound(

@@ -296,7 +296,7 @@ class Job:
         self._signalled: set[tuple[int, int]] = set()
         self._ignored = stop_order.Ignored()
         self._foreground: set[tuple[int, int]] = set()
-        self._readers: dict[tuple[int, int], float] = {}
+        self._leaving = stop_order.Leaving()
 
     def end(self, number: int, grace: float, is_ordered: bool) -> Steps:
         """Signal what is left, in the order of a stop, and kill it after `grace` seconds.
@@ -340,7 +340,7 @@ class Job:
 
     def _signal(self, processes: list[proc.ProcEntry], number: int, is_ordered: bool) -> None:
         """Signal the processes whose turn it is, each once."""
-        due = processes
+        due, known = processes, len(self._foreground)
         leaders = {process.pid for process in processes if process.pid in self._sessions}
         for process in processes:
             self._ignored.note(process, self._owner_of(process))
@@ -348,21 +348,24 @@ class Job:
         try:
             if is_ordered:
                 due, _ = stop_order.next_due(
-                    *(processes, leaders, self._owner_of, ignoring),
-                    *(self._signalled, self._foreground),
+                    processes, leaders, self._owner_of, ignoring, self._foreground
                 )
             now = time.monotonic()
             for process in due:
                 if process.identity not in self._signalled:
                     if is_ordered:
                         is_leader = process.pid in leaders
-                        if not is_leader and stop_order.is_draining(process, self._readers, now):
+                        if not is_leader and self._leaving.rest(process, number, now):
                             continue
+                        found = stop_order.foreground_of(process.pid)
+                        self._foreground.update(item.identity for item in found)
                     self._signalled.add(process.identity)
                     self._ignored.note_signal(self._owner_of(process))
                     proc.signal_process(process, number)
         except OSError:
             return  # no descriptor for a moment
+        if len(self._foreground) > known:
+            self._signal(processes, number, is_ordered)  # what a shell waits for, with it
         for process in processes:
             # A stopped process acts on a signal only after this, and others may need it.
             if proc.needs_continue(process, number):

@@ -82,6 +82,41 @@ def list_numbers(pid: int, name: str) -> list[int]:
         return []
 
 
+def list_pipes(pid: int) -> list[tuple[int, bool, bool]]:
+    """Return the pipes of a process: descriptor, whether it reads there, and has no other end."""
+    import select  # few processes are looked at
+
+    pipes = []
+    for number in list_numbers(pid, "fd"):
+        if not link_of(pid, name := f"fd/{number}").startswith("pipe:"):
+            continue
+        try:
+            is_input = bool(os.lstat(f"/proc/{pid}/{name}").st_mode & 0o400)
+            mode = os.O_RDONLY if is_input else os.O_WRONLY
+            descriptor = os.open(f"/proc/{pid}/{name}", mode | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno in LACK:
+                raise
+            continue  # closed, gone, or another user's
+        poller = select.poll()
+        poller.register(descriptor, 0)  # POLLHUP and POLLERR only
+        pipes.append((number, is_input, bool(poller.poll(0))))
+        os.close(descriptor)
+    return pipes
+
+
+def local_sockets(pid: int) -> tuple[bool, int]:
+    """Return whether others may connect to Unix sockets of a process, and how many have left it."""
+    links = (link_of(pid, f"fd/{number}") for number in list_numbers(pid, "fd"))
+    inodes = {link[8:-1].encode() for link in links if link.startswith("socket:")}
+    rows = (row.split() for row in (read(pid, "net/unix") or b"").splitlines()) if inodes else ()
+    ours = [row[1:6] for row in rows if len(row) > 6 and row[6] in inodes]
+    # References, protocol, flags (SO_ACCEPTCON), type, state: proc_pid_net(5).  The other end of a
+    # connection has a reference to this one, until it is closed.
+    left = [b"00000002", b"00000000", b"00000000", b"0001", b"03"]
+    return any(row[2] == b"00010000" for row in ours), ours.count(left)
+
+
 def hides_environment(pid: int) -> bool:
     """Return whether this process may not read the environment of another one."""
     try:
@@ -124,10 +159,20 @@ class ProcEntry:
     """A process as `/proc` shows it; not changed after that.
 
     `start` is in clock ticks since boot; `flags` are its main thread's; `ignored` is the mask of
-    the signals that it ignores, those for real time left out.
+    the signals that it ignores, and `caught` of those that it handles, without those for real time.
     """
 
-    __slots__ = ("flags", "ignored", "parent", "pid", "session", "start", "state", "threads")
+    __slots__ = (
+        "caught",
+        "flags",
+        "ignored",
+        "parent",
+        "pid",
+        "session",
+        "start",
+        "state",
+        "threads",
+    )
 
     def __init__(
         self,
@@ -139,6 +184,7 @@ class ProcEntry:
         flags: int = 0,
         threads: int = 1,
         ignored: int = 0,
+        caught: int = 0,
     ) -> None:
         self.pid = pid
         self.parent = parent
@@ -148,6 +194,7 @@ class ProcEntry:
         self.flags = flags
         self.threads = threads
         self.ignored = ignored
+        self.caught = caught
 
     def __repr__(self) -> str:
         return f"<ProcEntry {self.pid} of session {self.session}, state {self.state}>"
@@ -170,7 +217,7 @@ def parse_stat(content: bytes) -> ProcEntry:
     """Read `/proc/<pid>/stat`, or raise a ValueError if it has another format."""
     pid = int(content[: content.index(b" ")])
     fields = _fields(content)
-    if len(fields) < 31:
+    if len(fields) < 32:
         raise ValueError("stat is too short")
     return ProcEntry(
         pid=pid,
@@ -181,6 +228,7 @@ def parse_stat(content: bytes) -> ProcEntry:
         flags=int(fields[6]),
         threads=int(fields[17]),
         ignored=int(fields[30]),
+        caught=int(fields[31]),
     )
 
 

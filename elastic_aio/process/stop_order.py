@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _SHELLS = {"ash", "bash", "busybox", "csh", "dash", "fish", "ksh", "ksh93", "mksh", "rbash", "sh"}
 _SHELLS |= {"tcsh", "yash", "zsh"}
 DRAIN_S = 0.1
-"""Seconds for which a reader of a pipe may take the last lines of writers that have ended."""
+"""Seconds for which a process that handles the signal may end before it gets one."""
 _SIGINT_BIT, _SIGQUIT_BIT = 1 << 1, 1 << 2
 
 
@@ -65,8 +65,7 @@ def next_due(
     leaders: set[int],
     owner_of: Callable[[proc.ProcEntry], int | None],
     ignoring: set[int],
-    signalled: Container[tuple[int, int]],
-    foreground: set[tuple[int, int]],
+    foreground: Container[tuple[int, int]],
 ) -> tuple[list[proc.ProcEntry], set[int]]:
     """Return the processes that a signal reaches now, and the pids that the others wait for.
 
@@ -76,15 +75,10 @@ def next_due(
         owner_of: returns the pid of the leader, which may have ended, of a process without
             parents in the job; None: unknown.
         ignoring: pids of the processes that pass their turn to their children.
-        signalled: identities of those that have had the signal.
-        foreground: identities of the processes that signalled shells wait for; those of shells
-            that get it now are added.  Later on, a trap may wait for what it has started.
+        foreground: identities of the processes that signalled shells wait for.
     """
     due, holders = due_for_signal(processes, leaders, owner_of, ignoring)
     known = set(due)
-    for process in due:
-        if process.identity not in signalled:
-            foreground.update(one.identity for one in foreground_of(process.pid))
     due += (item for item in processes if item.identity in foreground and item not in known)
     first, writers = without_readers(due, ignoring)
     return first, holders | writers
@@ -147,15 +141,45 @@ def without_readers(
     return first, set().union(*(waits_for[pid] for pid in waiting))
 
 
-def is_draining(process: proc.ProcEntry, since: dict[tuple[int, int], float], now: float) -> bool:
-    """Return whether a process may still read what the writers of a pipe have left there.
+def may_leave(pid: int) -> bool:
+    """Return whether a process may end by itself now, as others have closed what it waits for.
 
-    It has no writers in the job, and so ends by itself, as a rule.  `since` has, by identity, when
-    such processes were first seen; it is added here.
+    It reads the rest of a pipe or a connection, into which no process can write any more, and then
+    writes a file; or it has served others at a Unix socket, and removes what they have left.  A
+    process that can still read from a pipe waits for that.  By two pipes, a process of
+    multiprocessing and its parent notice each other's end: an input without an other end says
+    nothing if an output has none either.  The clients of a server come and go, which says nothing.
     """
-    if process.identity not in since and not _pipe(process.pid, 0):
+    pipes = proc.list_pipes(pid)
+    if any(is_input and not is_closed for _, is_input, is_closed in pipes):
         return False
-    return now - since.setdefault(process.identity, now) < DRAIN_S
+    inputs = sum(is_input for _, is_input, _ in pipes)
+    closed = [number for number, is_input, is_closed in pipes if is_closed and not is_input]
+    is_server, left = proc.local_sockets(pid)
+    if is_server:
+        return 1 in closed  # the process that started it has read there where it serves
+    return inputs + left > sum(number > 2 for number in closed)
+
+
+class Leaving:
+    """The processes that are left to themselves, as they may end without a signal."""
+
+    def __init__(self) -> None:
+        self._since: dict[tuple[int, int], float | None] = {}
+
+    def rest(self, process: proc.ProcEntry, number: int, now: float) -> float:
+        """Return for how many seconds a process is left to itself; 0: it gets the signal.
+
+        A process that handles the signal knows better what is to be done: it gets the signal soon.
+        """
+        identity = process.identity
+        if identity not in self._since:
+            self._since[identity] = now if process.state != "T" and may_leave(process.pid) else None
+        since = self._since[identity]
+        if since is None:
+            return 0.0
+        handles = proc.is_in(process.caught, number)
+        return max(since + DRAIN_S - now, 0.0) if handles else float("inf")
 
 
 def _pipe(pid: int, descriptor: int) -> str:

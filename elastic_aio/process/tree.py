@@ -478,17 +478,15 @@ class ProcessTree:
     ) -> list[asyncio.Future[Any]]:
         """Signal and watch the processes whose turn it is; return the exits others wait for."""
         holders: set[int] = set()
-        due = processes
+        due, known = processes, len(watches.foreground)
         if is_ordered:
             running = {pid for pid, _ in self._running()}
             for process in processes:
                 self._ignored.note(process, self._owner_of(process))
             ignoring = self._ignored.pids(processes, number)
-            leaders = {one.identity for one in processes if one.pid in watches.leaders}
             try:
                 due, holders = stop_order.next_due(
-                    *(processes, running, self._owner_of, ignoring),
-                    *(watches.signalled | leaders, watches.foreground),
+                    processes, running, self._owner_of, ignoring, watches.foreground
                 )
             except OSError:
                 pass  # no descriptor left: all that the scan has found are due
@@ -501,18 +499,29 @@ class ProcessTree:
         for process in due:
             leader = self._leaders.get(process.pid)
             if leader is None or leader.exited.done():
-                if is_ordered and stop_order.is_draining(process, watches.readers, now):
-                    timers = timers or [_timer(stop_order.DRAIN_S)]
+                rest = watches.rest(process, number, now) if is_ordered else 0.0
+                if 0 < rest <= stop_order.DRAIN_S:
+                    timers = timers or [_timer(rest)]
                     continue
-                self._signal_descendant(process, number, watches)
+                self._signal_descendant(process, 0 if rest else number, watches, is_ordered)
             elif process.pid not in watches.leaders:
                 self._signal_leader(process.pid, leader, number, watches, is_ordered)
                 _continue_leader(process.pid, leader, number)
             await yielder.maybe_yield()
         if watches.is_short:
             self._free_descriptors()  # a signal takes two at a time, and a scan one
+        if len(watches.foreground) > known:  # what a shell waits for gets the signal with it
+            return await self._signal_due(processes, number, watches, is_ordered)
         awaited = [leader.exited for pid, leader in self._running() if pid in holders]
         return [*awaited, *watches.exits(holders), *timers]
+
+    async def staying(self) -> list[proc.ProcEntry]:
+        """Return the processes that do not end by themselves soon."""
+        found = await self.descendants() or []
+        try:
+            return [process for process in found if not stop_order.may_leave(process.pid)]
+        except OSError:
+            return found  # no descriptor left to look
 
     def _owner_of(self, process: proc.ProcEntry) -> int | None:
         """Return the leader of a process without parents in the job; None: it is unknown."""
@@ -520,9 +529,14 @@ class ProcessTree:
             return process.session
         return self._owners.get(process.identity)
 
-    def _signal_descendant(self, process: proc.ProcEntry, number: int, watches: _Watches) -> None:
+    def _signal_descendant(
+        self, process: proc.ProcEntry, number: int, watches: _Watches, is_ordered: bool
+    ) -> None:
         if number:
             self._ignored.note_signal(self._owner_of(process))
+            # Later on, a trap of the shell may wait for what it has started.
+            if is_ordered and process.identity not in watches.signalled:
+                watches.foreground.update(one.identity for one in _foreground_of(process.pid))
         watches.send(process, number)
 
     def _signal_leader(
@@ -601,7 +615,7 @@ class _Watches:
         self.foreground: set[tuple[int, int]] = set()  # what the signalled shells wait for
         self.is_blind = False  # a process runs that was signalled and is not watched
         self.is_short = False  # a process was not signalled, for want of descriptors
-        self.readers: dict[tuple[int, int], float] = {}  # pipes' readers, first without writers
+        self._leaving = stop_order.Leaving()
         self.signalled: set[tuple[int, int]] = set()
         self._watched: dict[tuple[int, int], asyncio.Future[None]] = {}
         self._watches: list[PidfdWatch] = []
@@ -620,6 +634,15 @@ class _Watches:
             for (pid, _), future in self._watched.items()
             if not future.done() and (pids is None or pid in pids)
         ]
+
+    def rest(self, process: proc.ProcEntry, number: int, now: float) -> float:
+        """Return for how many seconds a process that may end by itself gets no signal."""
+        if process.identity in self.signalled:
+            return 0.0
+        try:
+            return self._leaving.rest(process, number, now)
+        except OSError:
+            return 0.0  # no descriptor left to look
 
     def send(self, process: proc.ProcEntry, number: int) -> None:
         """Signal a process once, and watch it unless too many are watched already.

@@ -7,6 +7,7 @@ import errno
 import os
 import resource
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -842,6 +843,116 @@ async def test_a_later_step_asks_what_was_ignored_before_the_first(
         pass
     assert await task == []
     assert bench.rest() == ["served", "helper SIGTERM after"]
+
+
+# A leader with a helper that reads until the leader has ended, and then writes at a gate (a named
+# pipe).  With "server" it removes what it has served, as torch_shm_manager does; with the kinds of
+# `BUSY` it does not end.
+HELPING = """
+import os, signal, socket, sys, tempfile, time
+kind, gate = sys.argv[1:]
+def say(word):
+    os.write(out, word.encode() + b"\\n")
+out = os.dup(1)
+inputs, orders = os.pipe()
+answers, results = os.pipe()
+ours, theirs = socket.socketpair()
+server = socket.socket(socket.AF_UNIX)
+if os.fork():
+    os.close(inputs)
+    os.close(results)
+    theirs.close()
+    if kind in ("descriptor", "watched"):
+        ours.close()
+    sys.stdin.readline()
+    os._exit(0)
+ours.close()
+if kind != "queue":
+    os.close(orders)
+os.close(answers)
+if kind in ("session", "server"):
+    os.setsid()
+if kind in ("stdin", "handling"):
+    os.dup2(inputs, 0)
+if kind not in ("descriptor", "session", "watched", "queue"):
+    os.close(inputs)
+if kind == "server":
+    os.dup2(results, 1)
+    server.bind("\\0" + os.urandom(8).hex())
+    server.listen()
+if kind not in ("watched", "queue"):
+    os.close(results)
+if kind != "connection":
+    theirs.close()
+def handle(*_):
+    say("handled")
+    os._exit(0)
+if kind == "handling":
+    signal.signal(signal.SIGTERM, handle)
+say(str(os.getpid()))
+if kind in ("watched", "queue", "none", "handling"):
+    while True:
+        signal.pause()
+elif kind == "server":
+    while os.getppid() == int(os.environ["LEADER"]):
+        time.sleep(0.005)
+elif kind == "connection":
+    theirs.recv(1)
+else:
+    os.read(0 if kind == "stdin" else inputs, 1)
+say("reads no more")
+open(gate).close()
+say("written")
+"""
+BUSY = ["watched", "queue", "none", "sleep"]
+
+
+async def add_helping(bench: Bench, kind: str, gate: Path) -> tuple[Child, int]:
+    """Add a leader with a helper, whose pid is returned too."""
+    code = ["exec", sys.executable, "-I", "-S", "-c", shlex.quote(HELPING), kind, str(gate)]
+    script = "sleep 99 & echo $!" if kind == "sleep" else f"LEADER=$$ {' '.join(code)}"
+    leader = await bench.add("sh", "-c", f"set -m; {script}")
+    return leader, int(bench.line())
+
+
+HELPERS = ["descriptor", "session", "stdin", "connection", "server"]
+
+
+@pytest.mark.parametrize("kind", HELPERS)
+async def test_a_helper_that_ends_after_its_leader_gets_no_signal(
+    bench: Bench, kind: str, gate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It finishes what it does at the end of the leader, and is waited for as long as it lives."""
+    _, helper = await add_helping(bench, kind, gate)
+    scans = Scans(monkeypatch)
+    task = asyncio.create_task(bench.stop(LONG))
+    assert await bench.next_line() == "reads no more"
+    await until(lambda: any(helper in pids for pids in scans.found), "a scan")
+    opened = os.open(gate, os.O_RDWR)  # does not wait for a helper that is gone
+    assert await task == []
+    os.close(opened)
+    assert bench.rest() == ["written"]
+    assert bench.escalations == []
+
+
+@pytest.mark.parametrize("kind", HELPERS)
+async def test_a_helper_that_does_not_end_is_killed_after_the_grace(
+    bench: Bench, kind: str, gate: Path
+) -> None:
+    _, helper = await add_helping(bench, kind, gate)
+    assert await bench.stop(SHORT) == []
+    assert bench.rest() == ["reads no more"]
+    assert bench.escalations == [(9, (helper,))]
+
+
+@pytest.mark.parametrize("kind", [*BUSY, "handling"])
+async def test_what_does_not_wait_for_its_leader_gets_the_signal(
+    bench: Bench, kind: str, gate: Path
+) -> None:
+    """Also if it notices its leader's end by a pipe, as all of multiprocessing, or handles it."""
+    await add_helping(bench, kind, gate)
+    assert await bench.stop(LONG) == []
+    assert bench.rest() == (["handled"] if kind == "handling" else [])
 
 
 # A leader that ends and leaves a parent, which ignores SIGTERM from the start or after the first.
