@@ -500,7 +500,7 @@ class ProcessTree:
             leader = self._leaders.get(process.pid)
             if leader is None or leader.exited.done():
                 rest = watches.rest(process, number, now) if is_ordered else 0.0
-                if 0 < rest <= stop_order.DRAIN_S:
+                if 0 < rest < float("inf"):
                     timers = timers or [_timer(rest)]
                     continue
                 self._signal_descendant(process, 0 if rest else number, watches, is_ordered)

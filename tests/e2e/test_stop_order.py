@@ -115,7 +115,9 @@ def stop_job(
 ) -> None:
     """Run the command line, and stop it as `Job.stop` says."""
     environment = {"NOTES": str(directory), "LOGLEVEL": "INFO", **env}
-    options = ("--shutdown-timeout", 20, "--nproc-per-node", count, "--no-python")
+    # Only the default plan passes SIGINT on.
+    plan = ("--shutdown-timeout", 20) if number == signal.SIGTERM else ()
+    options = (*plan, "--nproc-per-node", count, "--no-python")
     with running_cli(*options, *words, env=environment) as job:
         Job(directory, job).stop(number, count=count)
 
