@@ -146,8 +146,8 @@ MUTATIONS: Final = (
     Mutation(
         "success-of-another-round",
         "rendezvous/state.py",
-        "return record.status.phase is MemberPhase.SUCCEEDED and self.has_placement(record)",
-        "return record.status.phase is MemberPhase.SUCCEEDED",
+        "is messages.MemberPhase.SUCCEEDED and self.has_placement(record)",
+        "is messages.MemberPhase.SUCCEEDED",
         "a success in a round that the others have replaced is none",
     ),
     Mutation(
@@ -416,7 +416,7 @@ MUTATIONS: Final = (
     Mutation(
         "no-stop-by-a-member",
         "rendezvous/member.py",
-        "return [StopRound(self.status.round, why)]",
+        "return [base.StopRound(self.status.round, why)]",
         "return []",
         "a member stops its workers when it is ordered to",
     ),
@@ -1021,8 +1021,8 @@ MUTATIONS: Final = (
     Mutation(
         "start-after-a-notice",
         "rendezvous/member.py",
-        "case StartRound() if self.status.preemption is not None or self.is_excluded:",
-        "case StartRound() if self.is_excluded:",
+        "case base.StartRound() if self.status.preemption is not None or self.is_excluded:",
+        "case base.StartRound() if self.is_excluded:",
         "a member with a notice takes no placement",
         _PREEMPTION + "test_a_node_with_its_own_notice_takes_no_placement",
     ),
@@ -1214,8 +1214,8 @@ MUTATIONS: Final = (
     Mutation(
         "start-of-excluded",
         "rendezvous/member.py",
-        "case StartRound() if self.status.preemption is not None or self.is_excluded:",
-        "case StartRound() if self.status.preemption is not None:",
+        "case base.StartRound() if self.status.preemption is not None or self.is_excluded:",
+        "case base.StartRound() if self.status.preemption is not None:",
         "a member that is excluded takes no placement",
         _EXCLUSION + "test_an_excluded_node_takes_no_place_that_was_on_its_way",
     ),
@@ -1591,12 +1591,38 @@ MUTATIONS: Final = (
         _SUPERVISOR + "test_what_children_do_before_they_are_stopped_counts",
     ),
     Mutation(
-        "stop-does-not-replace-a-restart",
+        "end-after-a-stop-counts",
         "agent/supervisor.py",
-        "            if is_failure and self._may_follow(child, ended).restart:\n",
-        "            if False:\n",
-        "a stop replaces the restart of a child that has failed",
+        "if self._stop is not None and self._now - ended.since >= self._stopped_at:",
+        "if False:",
+        "what a child does after the stop of its group is the effect of the stop",
         _SUPERVISOR + "test_a_failure_that_would_be_repeated_does_not_fail_a_stop",
+    ),
+    Mutation(
+        "end-before-a-stop-does-not-count",
+        "agent/supervisor.py",
+        "if self._stop is not None and self._now - ended.since >= self._stopped_at:",
+        "if self._stop is not None:",
+        "what a child has done before the stop of its group counts",
+        _SUPERVISOR + "test_what_children_do_before_a_stop_counts",
+    ),
+    Mutation(
+        "failure-excused-by-a-later-drain",
+        "rendezvous/coordinator.py",
+        "state.round.is_excused |= not state.has_failed(record)",
+        "state.round.is_excused = True",
+        "a failure that is seen together with a drain counts",
+        _RENDEZVOUS
+        + "test_node_losses.py::test_a_failure_is_not_excused_by_a_drain_that_is_seen_with_it",
+    ),
+    Mutation(
+        "any-failure-of-a-leaving-node-excused",
+        "rendezvous/state.py",
+        "is_ended = bool(codes) and codes <= _STOP_CODES",
+        "is_ended = bool(codes)",
+        "only what a stop signal has ended is excused by the drain that follows",
+        _RENDEZVOUS
+        + "test_node_losses.py::test_a_failure_by_the_signal_that_drains_a_node_costs_no_restart",
     ),
     Mutation(
         "reload-at-once",
