@@ -30,15 +30,7 @@ from elastic_aio.logs.streams import LoggedStream
 from elastic_aio.outcome import JobState, LaunchResult
 from elastic_aio.process.children import Spawner, check_sigchld, command_spawner
 from elastic_aio.process.rusage import with_usage
-from elastic_aio.spec.checks import (
-    check_number,
-    checked_console,
-    checked_integer,
-    checked_items,
-    checked_part,
-    checked_text,
-    signal_number,
-)
+from elastic_aio.spec import checks
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.status import JobStatus, is_below
 
@@ -100,7 +92,7 @@ class Agent:
                 runs without (`ControlUnavailable`).
         """
         self._is_supervised = _is_supervised(spec)
-        for listener in checked_items("listeners", listeners):
+        for listener in checks.checked_items("listeners", listeners):
             if not callable(listener):
                 raise SpecError("listeners", listener, "must be callables")
             if any(map(inspect.iscoroutinefunction, (listener, type(listener).__call__))):
@@ -112,9 +104,9 @@ class Agent:
         self._event_log = EventLog(
             self.run_id, self._host, keep=spec.event_history, listeners=listeners
         )
-        self._console = checked_console(console)
-        self._adopts_orphans = checked_part("adopt_orphans", adopt_orphans, kind=bool)
-        self._has_control = checked_part("control", control, kind=bool)
+        self._console = checks.checked_console(console)
+        self._adopts_orphans = checks.checked_part("adopt_orphans", adopt_orphans, kind=bool)
+        self._has_control = checks.checked_part("control", control, kind=bool)
         self._control: ControlServer | None = None
 
     def __repr__(self) -> str:
@@ -235,7 +227,7 @@ class Agent:
         Args:
             after: a cursor: the `seq` of the last event that was already seen.
         """
-        start = checked_integer("after", after, at_least=-1)
+        start = checks.checked_integer("after", after, at_least=-1)
         _ = self._started_driver
         return self._event_log.read(start)
 
@@ -265,12 +257,12 @@ class Agent:
             SpecError: none of these streams is in a file, or no worker of this host has a rank, as
                 far as that is known: later rounds of several nodes may have others.
         """
-        names = frozenset(checked_items("streams", streams))
+        names = frozenset(checks.checked_items("streams", streams))
         if not names or not names <= {"stdout", "stderr"}:
             raise SpecError("streams", streams, "must be 'stdout', 'stderr' or both")
-        chosen = None if ranks is None else frozenset(checked_items("ranks", ranks))
+        chosen = None if ranks is None else frozenset(checks.checked_items("ranks", ranks))
         for rank in chosen or ():
-            checked_integer("ranks", rank, at_least=0)
+            checks.checked_integer("ranks", rank, at_least=0)
         driver = self._started_driver
         self._tracker(child)
         if isinstance(driver, Driver):
@@ -343,7 +335,7 @@ class Agent:
         Raises:
             SpecError: there is no such signal.
         """
-        number = None if signal is None else signal_number("signal", signal)
+        number = None if signal is None else checks.signal_number("signal", signal)
         if child:
             from elastic_aio.agent.supervisor import ChildStopReceived
 
@@ -373,8 +365,8 @@ class Agent:
             SpecError: the number of seconds is negative, or no number.
         """
         if seconds is not None:
-            check_number("seconds", seconds, at_least=0)
-        text = checked_part("reason", reason, kind=str)
+            checks.check_number("seconds", seconds, at_least=0)
+        text = checks.checked_part("reason", reason, kind=str)
         return self._started_driver.request_preemption(text, seconds)
 
     async def restart(self, reason: str = "a restart was requested", *, child: str = "") -> bool:
@@ -401,7 +393,7 @@ class Agent:
         log = self._event_log
         last = log.count - 1
         events = log.read(last)
-        checked_part("reason", reason, kind=str)
+        checks.checked_part("reason", reason, kind=str)
         if child:
             from elastic_aio.agent.supervisor import ChildRestartReceived
             from elastic_aio.child_events import is_end_of
@@ -493,7 +485,7 @@ class Agent:
         from elastic_aio.agent.supervisor import ScaleReceived
         from elastic_aio.child_events import Scaled, is_end_of
 
-        checked_integer("number", number, at_least=1)
+        checks.checked_integer("number", number, at_least=1)
         events = self._event_log.read(self._event_log.count - 1)
         supervisor, name = self._supervisor_of(child)
         supervisor.request(ScaleReceived(name, number))
@@ -547,8 +539,8 @@ class Agent:
         Raises:
             SpecError: there is no such signal.
         """
-        number = None if signal is None else signal_number("signal", signal)
-        stop = StopReceived(checked_part("reason", reason, kind=str), number)
+        number = None if signal is None else checks.signal_number("signal", signal)
+        stop = StopReceived(checks.checked_part("reason", reason, kind=str), number)
         self._started_driver.kill(stop=stop)
 
     def forward_signal(
@@ -563,7 +555,7 @@ class Agent:
         Raises:
             SpecError: there is no such signal, or no such worker runs on this node.
         """
-        number, driver = signal_number("signal", signal), self._driver_at(child)
+        number, driver = checks.signal_number("signal", signal), self._driver_at(child)
         if driver is None:
             return ()
         if rank is None:
@@ -583,7 +575,7 @@ class Agent:
 
         Cancellation: the workers notice nothing.
         """
-        checked_text("reason", reason)
+        checks.checked_text("reason", reason)
         driver = self._driver_at(child)
         if driver is None:
             raise SpecError("child", child, "must run: it has no process")
@@ -599,7 +591,7 @@ class Agent:
 
     def _tracker(self, child: str) -> StatusTracker:
         """Return the tracker of a child, or raise SpecError for a path that is of no child."""
-        tracker = self._event_log.tracker.find(checked_text("child", child))
+        tracker = self._event_log.tracker.find(checks.checked_text("child", child))
         if tracker is None:
             known = ", ".join(one.job.child for one in self._event_log.tracker.descendants())
             problem = f"must be one of: {known}" if known else "must be empty: the job has none"

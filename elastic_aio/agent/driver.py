@@ -28,21 +28,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from msgspec.structs import replace
 
+from elastic_aio import aio
 from elastic_aio.agent import machine
 from elastic_aio.agent.event_log import EventWriter
 from elastic_aio.agent.failures import WorkerRecord
 from elastic_aio.agent.logs import JobOutput
 from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.agent.worker_group import WorkerGroup
-from elastic_aio.aio import (
-    ForkGuard,
-    create_task,
-    run_in_thread,
-    run_shielded,
-    separate_in_forks,
-    wait_shielded,
-    wall_clock,
-)
 from elastic_aio.errors import HostError, SpawnError
 from elastic_aio.events import JobFinished, JobStarted, LostJobFound, SignalForwarded
 from elastic_aio.logs.streams import LoggedStreams
@@ -127,7 +119,7 @@ class BaseDriver(ABC):
     """
 
     def __init__(self, spec: AnySpec, run_id: str, event_log: EventWriter) -> None:
-        self._fork = ForkGuard()
+        self._fork = aio.ForkGuard()
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.outcome: JobOutcome | None = None
         self.result: LaunchResult | None = None
@@ -263,7 +255,7 @@ class BaseDriver(ABC):
         finally:
             self.skip(time.monotonic() - began)
             for runtime in runtimes:
-                await run_shielded(partial(runtime.tree.signal_all, SIGCONT))
+                await aio.run_shielded(partial(runtime.tree.signal_all, SIGCONT))
 
     @abstractmethod
     def skip(self, seconds: float) -> None:
@@ -274,8 +266,8 @@ class BaseDriver(ABC):
     def _begin(self, start: object) -> None:
         """Hand in the first input, and keep the event loop until the job is over."""
         if self.on_shutdown is None:  # else what keeps the tree does
-            separate_in_forks(self.done)
-            keeper = create_task(self._keep(), name=f"end of run {self._run_id}")
+            aio.separate_in_forks(self.done)
+            keeper = aio.create_task(self._keep(), name=f"end of run {self._run_id}")
             self._tasks.add(keeper)
             keeper.add_done_callback(self._tasks.discard)
         self.receive(start)
@@ -288,7 +280,7 @@ class BaseDriver(ABC):
             if self.is_copy:
                 raise
             self.request_stop(_SHUTDOWN)
-            await wait_shielded(self.done)
+            await aio.wait_shielded(self.done)
             if not self.is_left:
                 self._warn("when its event loop was shut down")
             raise
@@ -341,7 +333,7 @@ class BaseDriver(ABC):
 
     def _run(self, effect: Any, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Start the task of an effect, whose result is the next input, if it is not None."""
-        task = create_task(work, name=f"{type(effect).__name__} of run {self._run_id}")
+        task = aio.create_task(work, name=f"{type(effect).__name__} of run {self._run_id}")
         self._tasks.add(task)
 
         def on_done(task: asyncio.Task[Any]) -> None:
@@ -524,7 +516,7 @@ class Driver(BaseDriver):
     def request_preemption(self, reason: str, seconds: float | None = None) -> bool:
         left = self._runtime.spec.preemption.deadline if seconds is None else seconds
         now = self._runtime.clock.now()
-        notice = machine.PreemptionReceived(reason, wall_clock() + left, left, now + left)
+        notice = machine.PreemptionReceived(reason, aio.wall_clock() + left, left, now + left)
         is_accepted = self._machine.accepts(notice)
         self.receive(notice)
         return is_accepted
@@ -634,7 +626,7 @@ class Driver(BaseDriver):
         self._shows_change, pending = change.time_left is not None, None
         if change.time_left is not None:
             why = PREEMPTION if change.until else change.why
-            until = change.until or wall_clock() + change.time_left
+            until = change.until or aio.wall_clock() + change.time_left
             pending = PendingChange(why, until, change.number)
         with suppress(OSError):  # the disk is full, and takes no checkpoint either
             write_pending_change(self._runtime.change_file, pending)
@@ -705,7 +697,7 @@ class Driver(BaseDriver):
             return machine.StartFailed(effect.attempt, str(error), False, 1, 0)
         if self.finds_lost_jobs:
             self.finds_lost_jobs = False
-            finding = create_task(self._find_lost_jobs(), name="find lost jobs")
+            finding = aio.create_task(self._find_lost_jobs(), name="find lost jobs")
             self.done.add_done_callback(lambda _: finding.cancel())
         return machine.GroupStarted(effect.attempt, self._runtime.clock.now())
 
@@ -740,7 +732,7 @@ class Driver(BaseDriver):
     async def _decide(self, effect: machine.CallDecide) -> machine.Input:
         decide = self._runtime.spec.restart.decide
         assert decide is not None, "the state machine asks only if there is a callback"
-        deciding = create_task(call_decide(decide, effect.failure), name="restart.decide")
+        deciding = aio.create_task(call_decide(decide, effect.failure), name="restart.decide")
         try:
             await self._runtime.clock.wait_for(deciding, seconds=DECIDE_TIMEOUT)
         finally:
@@ -794,7 +786,7 @@ async def call_decide(decide: Decide, failure: Failure) -> RestartAction | BaseE
             decision = decide(failure)
         else:
             call = partial(contextvars.copy_context().run, decide, failure)
-            decision, error = await run_in_thread(_result_of, call, daemon=True)
+            decision, error = await aio.run_in_thread(_result_of, call, daemon=True)
             if error is not None:
                 raise error
         action = await decision if inspect.isawaitable(decision) else decision

@@ -20,15 +20,8 @@ from typing import Final
 
 from msgspec import Struct
 
+from elastic_aio import aio
 from elastic_aio.agent.failures import WorkerRecord
-from elastic_aio.aio import (
-    Alarm,
-    PausableClock,
-    cancel_and_wait,
-    create_task,
-    run_shielded,
-    when_all_done,
-)
 from elastic_aio.errors import HostError, SpawnError
 from elastic_aio.logs.reader import LogReader
 from elastic_aio.logs.streams import LoggedStreams
@@ -76,7 +69,7 @@ class Probes:
         self,
         ready: Probe | None,
         alive: PolledProbe | None,
-        clock: PausableClock,
+        clock: aio.PausableClock,
         *,
         start_command: Callable[..., Awaitable[Child]],
         logged: LoggedStreams,
@@ -105,7 +98,7 @@ class Probes:
         self._commands: set[Child] = set()
         self._reading: asyncio.Task[None] | None = None
         self._lines: dict[int, str] = {}  # the first that matches, by rank
-        self._alarm = Alarm(clock, self._on_alarm)
+        self._alarm = aio.Alarm(clock, self._on_alarm)
         self._addresses: dict[tuple[str, int], list[Address]] = {}
         self._lookups: dict[tuple[str, int], asyncio.Task[list[Address]]] = {}
         self._context: ssl.SSLContext | None = None
@@ -129,7 +122,7 @@ class Probes:
             self._table.set_ready(local_rank, self._clock.now())
         self._note_line(record)
         if isinstance(self._ready, LogMatch) and self._reading is None and self._lacks_line():
-            self._reading = create_task(self._read_lines(self._ready), name="log lines")
+            self._reading = aio.create_task(self._read_lines(self._ready), name="log lines")
             self._ending.add(self._reading)  # it may end by itself
             self._reading.add_done_callback(self._ending.discard)
         self._set_alarm()
@@ -159,9 +152,9 @@ class Probes:
     async def aclose(self) -> None:
         """End all questions, and wait until their commands are reaped.  Idempotent."""
         self.end()
-        await cancel_and_wait([*self._ending])
-        await cancel_and_wait([*self._lookups.values()])
-        ended = when_all_done(child.exited for child in self._commands)
+        await aio.cancel_and_wait([*self._ending])
+        await aio.cancel_and_wait([*self._lookups.values()])
+        ended = aio.when_all_done(child.exited for child in self._commands)
         await self._clock.wait_for(ended, seconds=_KILLED_S)
 
     def _cancel(self, task: asyncio.Task[None]) -> None:
@@ -177,18 +170,20 @@ class Probes:
     def _on_alarm(self) -> None:
         for local_rank, probe in self._table.take_due(self._clock.now()):
             asking = self._ask(local_rank, probe)
-            task = create_task(asking, name=f"probe of local rank {local_rank}")
+            task = aio.create_task(asking, name=f"probe of local rank {local_rank}")
             self._questions[local_rank] = task
         self._set_alarm()
 
     async def _ask(self, local_rank: int, probe: PolledProbe) -> None:
         began = self._clock.now()
-        asking = create_task(self._answer(local_rank, probe), name=f"{type(probe).__name__} probe")
+        asking = aio.create_task(
+            self._answer(local_rank, probe), name=f"{type(probe).__name__} probe"
+        )
         try:
             await self._clock.wait_for(asking, seconds=probe.timeout)
         finally:
             if not asking.done():
-                await cancel_and_wait([asking])
+                await aio.cancel_and_wait([asking])
         now = self._clock.now()
         if not asking.cancelled():
             answer = asking.result()
@@ -261,7 +256,7 @@ class Probes:
         if (addresses := self._addresses.get(key)) is None:
             # Its thread outlives a question: a further one for each question would pile up.
             if (asking := self._lookups.get(key)) is None or asking.done():
-                asking = self._lookups[key] = create_task(look_up(host, port), name="look-up")
+                asking = self._lookups[key] = aio.create_task(look_up(host, port), name="look-up")
             await asyncio.wait([asking])
             addresses = self._addresses[key] = asking.result()
         return addresses
@@ -306,7 +301,7 @@ class Probes:
 
         with closing(CommandOutput()) as output:
             try:
-                await run_shielded(start)
+                await aio.run_shielded(start)
                 assert child is not None, "it has been started"
                 output.writer.close()
                 await asyncio.wait([child.exited])

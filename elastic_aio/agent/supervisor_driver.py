@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from msgspec.structs import replace
 
+from elastic_aio import events
 from elastic_aio.agent import supervisor
 from elastic_aio.agent.driver import BaseDriver, Driver
 from elastic_aio.agent.event_log import EventLog, EventWriter
@@ -37,15 +38,6 @@ from elastic_aio.agent.runtime import LocalRuntime, remove_old_runs
 from elastic_aio.aio import PausableClock, run_shielded, wall_clock, when_all_done
 from elastic_aio.child_events import ChildFinished, ChildLaunched, ReadinessChanged
 from elastic_aio.errors import HostError, SpawnError, SpecError
-from elastic_aio.events import (
-    AttemptFailed,
-    Event,
-    JobFinished,
-    JobStarted,
-    Restarting,
-    WorkerReady,
-    WorkerStarted,
-)
 from elastic_aio.logs.console import ConsoleTarget
 from elastic_aio.logs.files import RunDirectory
 from elastic_aio.logs.streams import LoggedStreams
@@ -226,18 +218,18 @@ class ChildLog:
     def tracker(self) -> StatusTracker:
         return self._log.tracker.at(self._path) if self._path else self._log.tracker
 
-    def append(self, event: Event) -> None:
-        if isinstance(event, JobStarted) and (self._path or self._generation):
+    def append(self, event: events.Event) -> None:
+        if isinstance(event, events.JobStarted) and (self._path or self._generation):
             event = ChildLaunched(
                 attempt=self.first_attempt,
                 generation=self._generation,
                 is_beside=self.is_beside,
                 **{name: getattr(event, name) for name in _OF_START},
             )
-        if not isinstance(event, JobFinished):  # the supervisor says what follows
+        if not isinstance(event, events.JobFinished):  # the supervisor says what follows
             self._log.append(event, self._path)
 
-    def append_later(self, make: Callable[[], Event]) -> None:
+    def append_later(self, make: Callable[[], events.Event]) -> None:
         self._log.append_later_to(self, make)
 
     def close(self) -> None:
@@ -273,12 +265,12 @@ class LeafLog(ChildLog):
         self._ready: set[int] = set()
         self._failures: tuple[Failure, ...] = ()
 
-    def append(self, event: Event) -> None:
-        if isinstance(event, JobStarted):  # a leaf's own spec may leave its restarts to us
+    def append(self, event: events.Event) -> None:
+        if isinstance(event, events.JobStarted):  # a leaf's own spec may leave its restarts to us
             event = replace(event, max_restarts=self._max_restarts)
         super().append(event)
         match event:
-            case WorkerStarted():
+            case events.WorkerStarted():
                 if event.attempt != self._attempt:
                     self._attempt = event.attempt
                     self._started, self._ready = set(), set()
@@ -287,15 +279,15 @@ class LeafLog(ChildLog):
                     if not (self._has_ready or self.is_beside):
                         self._note_ready()
                     self._receive(supervisor.ChildStarted(*self._child))
-            case WorkerReady() if event.attempt == self._attempt and self._has_ready:
+            case events.WorkerReady() if event.attempt == self._attempt and self._has_ready:
                 is_first = event.local_rank not in self._ready
                 self._ready.add(event.local_rank)
                 if is_first and len(self._ready) == self._nproc:
                     self._note_ready()
                     self._receive(supervisor.ChildReady(*self._child))
-            case AttemptFailed():
+            case events.AttemptFailed():
                 self._failures = event.failures
-            case Restarting():
+            case events.Restarting():
                 self._receive(
                     supervisor.LeafRestarted(*self._child, event.restarts, self._failures)
                 )
@@ -531,7 +523,7 @@ class SupervisorDriver(BaseDriver):
         log_dir = self._parts.open() if is_outermost else None
         if not (is_outermost and self._machine.is_wrapper):
             self._event_log.append(
-                JobStarted(
+                events.JobStarted(
                     entrypoint=self._spec.name,
                     nproc_per_node=0 if isinstance(self._spec, group.GroupSpec) else self._nproc,
                     nnodes="1",

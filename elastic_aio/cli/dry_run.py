@@ -9,15 +9,7 @@ from typing import Final
 
 from msgspec.structs import asdict
 
-from elastic_aio.agent.preflight import (
-    check_runnable,
-    device_env,
-    hostname,
-    resolve_nproc,
-    worker_argv,
-    worker_cpus,
-    worker_env,
-)
+from elastic_aio.agent import preflight
 from elastic_aio.agent.worker_store import MASTER_ADDR
 from elastic_aio.cli.options import choose_loop, print_error
 from elastic_aio.cli.run_options import RunRequest, as_option_error
@@ -63,9 +55,9 @@ def main_dry_run(request: RunRequest) -> int:
             from elastic_aio.torch_events import load_event_handler
 
             load_event_handler(request.event_log_handler)
-        check_runnable(spec)
-        nproc = resolve_nproc(spec)
-        cpus = worker_cpus(spec, nproc)
+        preflight.check_runnable(spec)
+        nproc = preflight.resolve_nproc(spec)
+        cpus = preflight.worker_cpus(spec, nproc)
     except (SpecError, UsageError) as error:
         return print_error("run", as_option_error(error, request.variables), 2)
     except SpawnError as error:
@@ -143,7 +135,7 @@ def _directory(spec: LaunchSpec) -> str | None:
     logs = spec.logs
     if logs.is_off:
         return None
-    run = run_prefix(spec.run_id or "", hostname())
+    run = run_prefix(spec.run_id or "", preflight.hostname())
     run = run if spec.run_id else _RANDOM + run
     if logs.log_dir is not None:
         return f"{os.path.abspath(logs.log_dir)}/{run}{_RANDOM}"
@@ -172,10 +164,10 @@ def _environment(
         own |= dict.fromkeys(_AGREED, _FROM_RENDEZVOUS)
     if spec.virtual_local_rank:
         own |= {"LOCAL_RANK": "0", REAL_LOCAL_RANK: str(ranks.local_rank)}
-        own |= device_env(spec, ranks.local_rank)
+        own |= preflight.device_env(spec, ranks.local_rank)
     if spec.worker_env:
         own |= spec.worker_env[ranks.local_rank]
-    env = worker_env(spec, ranks.local_world_size, own)
+    env = preflight.worker_env(spec, ranks.local_world_size, own)
     return {name: value for name, value in env.items() if inherited.get(name) != value}
 
 
@@ -184,7 +176,7 @@ def command_text(spec: LaunchSpec, local_rank: int) -> str:
     args = spec.args + (spec.worker_args[local_rank] if spec.worker_args else ())
     if isinstance(spec.entrypoint, Function):
         return "a function worker that runs " + shlex.join(map(str, args))
-    return shlex.join(worker_argv(spec, local_rank, args))
+    return shlex.join(preflight.worker_argv(spec, local_rank, args))
 
 
 def _target(plan: StreamPlan) -> str:

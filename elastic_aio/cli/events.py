@@ -15,15 +15,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterable, Sequence
 
-from elastic_aio.cli.local_jobs import (
-    add_child,
-    check_child,
-    choose_run,
-    command,
-    events_below,
-    recorded_events,
-    with_child,
-)
+from elastic_aio.cli import local_jobs
 from elastic_aio.cli.options import print_error
 from elastic_aio.cli.parser import OptionParser, add_timeout_option
 from elastic_aio.cli.status_text import local_time
@@ -42,7 +34,7 @@ _NOTICE_S = 1.0
 """Seconds after which a search is reported."""
 
 
-@command("events")
+@local_jobs.command("events")
 def main_events(argv: Sequence[str]) -> int:
     """Run `aio-elastic events`; return the exit code.
 
@@ -73,7 +65,7 @@ def _parser() -> OptionParser:
         help="a job on this host, or a run that has ended: as for `aio-elastic status` (default:"
         " the only job that runs)",
     )
-    add_child(parser)
+    local_jobs.add_child(parser)
     parser.add_argument(
         "-f",
         "--follow",
@@ -154,11 +146,11 @@ async def _follow(arguments: argparse.Namespace) -> None:
 
 
 def _print_events(arguments: argparse.Namespace) -> None:
-    name, child = with_child(arguments.job, arguments.child)
-    job = choose_run(name)
-    check_child(job, child)
+    name, child = local_jobs.with_child(arguments.job, arguments.child)
+    job = local_jobs.choose_run(name)
+    local_jobs.check_child(job, child)
     if not isinstance(job, RunningJob):
-        for event in events_below(recorded_events(job), child):
+        for event in local_jobs.events_below(local_jobs.recorded_events(job), child):
             if event.seq > arguments.after:
                 _print_event(event, is_json=arguments.json)
         return
@@ -168,7 +160,7 @@ def _print_events(arguments: argparse.Namespace) -> None:
     )
     if not arguments.follow:
         events = [*events]  # a pager may stop reading, the agent waits for no client
-    for event in events_below(events, child):
+    for event in local_jobs.events_below(events, child):
         _print_event(event, is_json=arguments.json)
 
 

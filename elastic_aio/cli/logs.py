@@ -14,14 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from elastic_aio.aio import cancel_and_wait, create_task
-from elastic_aio.cli.local_jobs import (
-    JobError,
-    choose_run,
-    command,
-    find_child,
-    job_parser,
-    with_child,
-)
+from elastic_aio.cli import local_jobs
 from elastic_aio.control.client import (
     CommandClient,
     JobClient,
@@ -47,9 +40,9 @@ if TYPE_CHECKING:
 _LINES: Final = 100
 
 
-@command("logs")
+@local_jobs.command("logs")
 def main_logs(argv: Sequence[str]) -> int:
-    parser = job_parser(
+    parser = local_jobs.job_parser(
         "logs", "Print the last lines that the workers of a job have written.", takes_runs=True
     )
     parser.add_argument(
@@ -75,17 +68,19 @@ def main_logs(argv: Sequence[str]) -> int:
         status = run_blocking(CommandClient(job).status(usage=False, makes_files=True))
     else:
         status = job
-    after, log_dir, status = status.seq, status.log_dir, find_child(status, child)
+    after, log_dir, status = status.seq, status.log_dir, local_jobs.find_child(status, child)
     workers = [worker for leaf in status.leaves for worker in leaf.workers]
     ranks = {worker.rank for worker in workers}
     if rank is not None and rank not in ranks and ranks:
         raise UsageError(f"RANK: must be one of this node's: {sorted(ranks)} (got {rank})")
     streams = present_streams(status, rank, arguments.lines)
     if not [*streams] and (workers or not arguments.follow):
-        raise JobError("no output of this job is in files (see --tee, --redirects and LogSpec)")
+        raise local_jobs.JobError(
+            "no output of this job is in files (see --tee, --redirects and LogSpec)"
+        )
     if [*streams] and (directory := _gone(streams, status.log_dir or log_dir)):
         kept = "captured output is kept only if a job fails, and if there is some"
-        raise JobError(f"no log file of this job is left in {directory} ({kept})")
+        raise local_jobs.JobError(f"no log file of this job is left in {directory} ({kept})")
     if [*streams] and (missing := streams_without_file(workers)):
         _note(f"{missing} is in no file and not shown (see --tee and --redirects)")
     printer = LinePrinter(has_prefix=rank is None and len(workers) != 1)
@@ -121,9 +116,9 @@ def _job_and_rank(
     if is_alone and not any(str(job.pid) == name for job in jobs):
         name, text = None, name
     if text is None:
-        name, child = with_child(name, None, jobs)
-        return choose_run(name, jobs), None, child
-    job = choose_run(name, jobs)
+        name, child = local_jobs.with_child(name, None, jobs)
+        return local_jobs.choose_run(name, jobs), None, child
+    job = local_jobs.choose_run(name, jobs)
     status = job.status if isinstance(job, RunningJob) else job
     is_child = status is not None and status.find(text) is not None
     if is_child or (parse_int(text) is None and status is not None and status.children):

@@ -6,13 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from elastic_aio.cli.options import Values, fields_from
-from elastic_aio.spec.checks import (
-    UsageError,
-    checked_host,
-    format_host_port,
-    invalid_value,
-    parse_number,
-)
+from elastic_aio.spec import checks
 from elastic_aio.spec.job import NodeRange
 from elastic_aio.spec.rendezvous import ENGINES, STATIC_PORT, RendezvousSpec
 from elastic_aio.spec.torchrun import TORCHRUN_DEFAULTS
@@ -38,7 +32,7 @@ def node_fields(values: Values, env: Mapping[str, str]) -> tuple[dict[str, Any],
     conf = _conf(values, backend, is_many=is_many)
     port = None
     if (text := values["master_port"]) is not None:
-        port = parse_number("--master-port", text, least=1, most=65535, unit="a port")
+        port = checks.parse_number("--master-port", text, least=1, most=65535, unit="a port")
     rank = _node_rank(values, env if is_many else {})
     endpoint = _endpoint(values, port, backend if is_many else "")
     settings = {**_defaults(values), **({} if conf is None else conf.settings)}
@@ -57,7 +51,7 @@ def node_fields(values: Values, env: Mapping[str, str]) -> tuple[dict[str, Any],
             rank = rank or ("--node-rank", 0)
             if rank[1] >= nodes.maximum:
                 problem = f"must be from 0 to {nodes.maximum - 1} for {nodes.maximum} nodes"
-                raise invalid_value(rank[0], f"{problem} of the backend 'static'", rank[1])
+                raise checks.invalid_value(rank[0], f"{problem} of the backend 'static'", rank[1])
             settings["is_host"] = rank[1] == 0
     elif rank is not None and rank[1]:
         warnings.append(f"--node-rank {rank[1]} has no effect: the job has one node")
@@ -95,7 +89,7 @@ def _nodes(values: Values, warnings: list[str]) -> NodeRange:
     if not values["standalone"] or nodes.maximum == 1:
         return nodes
     if nodes.minimum > 1:
-        raise UsageError(f"--standalone: is for one node (got --nnodes {nodes})")
+        raise checks.UsageError(f"--standalone: is for one node (got --nnodes {nodes})")
     warnings.append(f"--standalone is for one node: --nnodes {nodes} is taken as 1")
     return NodeRange(1, 1)
 
@@ -107,16 +101,16 @@ def check_backend(name: str) -> None:
 
     if not is_known_backend(name):
         known = ", ".join(known_backends())
-        raise invalid_value("--rdzv-backend", f"must be one of: {known}", name)
+        raise checks.invalid_value("--rdzv-backend", f"must be one of: {known}", name)
 
 
 def _node_rank(values: Values, env: Mapping[str, str]) -> tuple[str, int] | None:
     """Return the option or variable that sets this node's rank, and the rank."""
     if (text := values["node_rank"]) is not None:
-        return "--node-rank", parse_number("--node-rank", text)
+        return "--node-rank", checks.parse_number("--node-rank", text)
     for name in _SLURM_RANKS:
         if text := env.get(name):
-            return name, parse_number(name, text)
+            return name, checks.parse_number(name, text)
     return None
 
 
@@ -124,14 +118,14 @@ def _endpoint(values: Values, port: int | None, backend: str) -> str:
     host = values["master_addr"] or "127.0.0.1"
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
-    checked_host("--master-addr", host)
+    checks.checked_host("--master-addr", host)
     if values["rdzv_endpoint"]:
         return values["rdzv_endpoint"]
     if (engine := ENGINES.get(backend)) is not None:
         return f"localhost:{engine.port}"
     if backend != "static":
         return RendezvousSpec().endpoint
-    return format_host_port(host, port or STATIC_PORT)
+    return checks.format_host_port(host, port or STATIC_PORT)
 
 
 def _usage_warnings(values: Values, backend: str, endpoint: str) -> Iterator[str]:

@@ -19,18 +19,8 @@ from typing import Any, Final
 from msgspec import Struct
 from msgspec.structs import replace
 
+from elastic_aio.cli import status_text
 from elastic_aio.cli.local_jobs import EXIT_CODES, choose_job, command, job_parser
-from elastic_aio.cli.status_text import (
-    JOB_COLUMNS,
-    MEASURED_S,
-    CpuMeter,
-    child_table,
-    fit,
-    head_lines,
-    job_row,
-    table,
-    worker_cells,
-)
 from elastic_aio.control.client import CommandClient, RunningJob, find_jobs, run_blocking
 from elastic_aio.errors import ControlError
 from elastic_aio.events import Event, JobFinished
@@ -79,7 +69,7 @@ def _watch(source: _Jobs | _Workers, arguments: argparse.Namespace) -> int:
     with _screen(is_plain=arguments.plain) as draw:
         view = source.view()
         if arguments.once and isinstance(source, _Workers):
-            time.sleep(MEASURED_S)
+            time.sleep(status_text.MEASURED_S)
             view = source.view()
         draw(view)
         while not arguments.once and source.wait(arguments.interval):
@@ -96,7 +86,9 @@ class _Jobs:
 
     def view(self) -> View:
         now = time.time()
-        return View([], JOB_COLUMNS, [job_row(job, now) for job in find_jobs()])
+        return View(
+            [], status_text.JOB_COLUMNS, [status_text.job_row(job, now) for job in find_jobs()]
+        )
 
 
 class _Workers:
@@ -110,7 +102,7 @@ class _Workers:
         self._client = CommandClient(job)
         self._status = run_blocking(self._client.status())
         self._asked_at = time.time()
-        self._meter = CpuMeter()
+        self._meter = status_text.CpuMeter()
         self._end: JobFinished | None = None
         self._next_event: Callable[[float], Event | None] | None = None
         self._resources = ExitStack()
@@ -153,8 +145,11 @@ class _Workers:
         now = time.time()
         if self._job.is_local:
             self._status = with_usage(self._status)
-        head = [*head_lines(self._advanced(now), now), *child_table(self._status, now)]
-        return View(head, *worker_cells(self._status, now, self._meter.share))
+        head = [
+            *status_text.head_lines(self._advanced(now), now),
+            *status_text.child_table(self._status, now),
+        ]
+        return View(head, *status_text.worker_cells(self._status, now, self._meter.share))
 
     def _advanced(self, now: float) -> JobStatus:
         """Return the status with the time that all workers have run since it was asked for."""
@@ -186,12 +181,12 @@ def _screen(*, is_plain: bool) -> Iterator[Draw]:
 
 
 def _print(view: View) -> None:
-    print("\n".join([*view.head, *table(view.columns, view.rows), ""]), flush=True)
+    print("\n".join([*view.head, *status_text.table(view.columns, view.rows), ""]), flush=True)
 
 
 def _redraw(view: View) -> None:
     width, height = shutil.get_terminal_size()
-    lines = fit([*view.head, "", *table(view.columns, view.rows)], width)
+    lines = status_text.fit([*view.head, "", *status_text.table(view.columns, view.rows)], width)
     print(_CLEAR + "\n".join(lines[: height - 1]), flush=True)
 
 

@@ -8,13 +8,7 @@ import contextlib
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, Never, Self
 
-from elastic_aio.aio import (
-    cancel_and_wait,
-    create_task,
-    run_shielded,
-    running_loop,
-    set_result_if_pending,
-)
+from elastic_aio import aio
 from elastic_aio.engines.link import EngineAccess, EngineLink
 from elastic_aio.errors import StoreClosed, StoreError
 from elastic_aio.spec.checks import check_number, checked_text
@@ -97,7 +91,7 @@ class EngineClient(EngineStore):
         return f"<{type(self).__name__} at {self.endpoint}, {self._link.error or 'open'}>"
 
     async def __aenter__(self) -> Self:
-        running_loop()
+        aio.running_loop()
         try:
             await self.open(self._connect_timeout)
         except BaseException:  # a cancellation too: no connection stays open
@@ -109,7 +103,7 @@ class EngineClient(EngineStore):
         if self._keeper is not None:
             raise StoreClosed("a store is opened once")
         await self._enter(asyncio.get_running_loop().time() + timeout)
-        self._keeper = create_task(self._keep_alive(), f"leases at {self.endpoint}")
+        self._keeper = aio.create_task(self._keep_alive(), f"leases at {self.endpoint}")
 
     @abc.abstractmethod
     async def _enter(self, deadline: float) -> None:
@@ -166,11 +160,11 @@ class EngineClient(EngineStore):
 
     async def _take(self, key: bytes) -> tuple[int, bytes]:
         """Pop an item if there is one; a cancellation returns it."""
-        taking = create_task(self._request(wire.QUEUE_POP, key, None))
+        taking = aio.create_task(self._request(wire.QUEUE_POP, key, None))
         try:
             length, item = await asyncio.shield(taking)
         except asyncio.CancelledError:
-            await run_shielded(lambda: self._return_item(key, taking))
+            await aio.run_shielded(lambda: self._return_item(key, taking))
             raise
         return length, item
 
@@ -226,7 +220,7 @@ class EngineClient(EngineStore):
     async def _open_watch(self, watch: FedWatch) -> None:
         self._check_open()
         opened = asyncio.get_running_loop().create_future()
-        self._watches[watch] = create_task(self._serve_watch(watch, opened), f"{watch!r}")
+        self._watches[watch] = aio.create_task(self._serve_watch(watch, opened), f"{watch!r}")
         try:
             await opened
         except BaseException:  # a cancellation too
@@ -235,7 +229,7 @@ class EngineClient(EngineStore):
 
     async def _serve_watch(self, watch: FedWatch, opened: asyncio.Future[None]) -> None:
         try:
-            await self._follow(watch, lambda: set_result_if_pending(opened, None))
+            await self._follow(watch, lambda: aio.set_result_if_pending(opened, None))
         except StoreError as error:
             watch.fail(error)
             if not opened.done():
@@ -266,7 +260,7 @@ class EngineClient(EngineStore):
 
         Cancellation: raised when the connections are closed, after a second or two at most.
         """
-        await run_shielded(self._close)
+        await aio.run_shielded(self._close)
 
     async def _close(self) -> None:
         if self._link.error is None and self._keeper is not None:
@@ -278,7 +272,7 @@ class EngineClient(EngineStore):
         self._watches.clear()
         await self._link.aclose()
         if tasks:
-            await cancel_and_wait(tasks)
+            await aio.cancel_and_wait(tasks)
 
     @abc.abstractmethod
     def _last_requests(self) -> list[Coroutine[Any, Any, Any]]:

@@ -24,14 +24,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from elastic_aio.process import proc
-from elastic_aio.process.descendants import (
-    Scanner,
-    Snapshot,
-    environment_of,
-    launcher_of,
-    may_adopt,
-)
+from elastic_aio.process import descendants, proc
 from elastic_aio.process.tree import Yielder
 from elastic_aio.worker.context import ERROR_FILE, RUN_ID, TIMER_FILE
 
@@ -49,7 +42,7 @@ class LostJob(Struct, frozen=True):
     since: float
 
 
-class LostScanner(Scanner):
+class LostScanner(descendants.Scanner):
     """Finds the processes of this user's lost jobs, but for those that this process runs in."""
 
     def __init__(self) -> None:
@@ -60,7 +53,7 @@ class LostScanner(Scanner):
         self._found: set[tuple[int, int]] = set()
 
     def find(
-        self, known: Mapping[int, int], snapshot: Snapshot | None = None
+        self, known: Mapping[int, int], snapshot: descendants.Snapshot | None = None
     ) -> Generator[float, None, list[proc.ProcEntry]]:
         """Read every process once; return those that this scan and the last one have found."""
         processes: dict[int, proc.ProcEntry] = {}
@@ -72,7 +65,7 @@ class LostScanner(Scanner):
             if process is None or process.is_dead:
                 continue
             processes[process.pid] = process
-            content = environment_of(process) or b""
+            content = descendants.environment_of(process) or b""
             if b"\0ELASTIC_AIO_GUARDIAN=" in content:
                 guardians[process.pid] = os.fsdecode(proc.read(process.pid, "cmdline") or b"")
             elif b"ELASTIC_AIO_JOB_" in content:
@@ -135,7 +128,7 @@ def _find_lost(
     live_names = {name for name, _ in since if name.startswith(prefixes)}
     live = {*guardians, *(processes[pid].parent for pid in guardians)}
     for (name, value), start in since.items():
-        launcher = launcher_of(value)
+        launcher = descendants.launcher_of(value)
         if _is_marker(name) and (launcher is None or _runs(launcher, start)):
             live_names.add(name)
             live.add(launcher or 0)
@@ -150,7 +143,7 @@ def _find_lost(
     # Process 1 may be a launcher, and is the parent of other orphans.
     kept = _with_relatives(processes, dict.fromkeys(live - {0, 1}, 0), ())
     me = proc.own_pid()
-    spared = {me} | may_adopt(me) | kept.keys()
+    spared = {me} | descendants.may_adopt(me) | kept.keys()
     found = _with_relatives(processes, {pid: pid for pid in orphans - spared}, spared)
     return {pid: source for pid, source in found.items() if _is_own(pid)}
 

@@ -23,14 +23,7 @@ from anyio import BrokenResourceError, BusyResourceError, ClosedResourceError, E
 from anyio.abc import ByteReceiveStream, ByteSendStream
 from anyio.lowlevel import checkpoint
 
-from elastic_aio.aio import (
-    ForkGuard,
-    PausableClock,
-    run_shielded,
-    running_loop,
-    separate_in_forks,
-    set_result_if_pending,
-)
+from elastic_aio import aio
 from elastic_aio.errors import HostError, SpecError
 from elastic_aio.outcome import ExitStatus
 from elastic_aio.process.children import Child, ChildSpec, check_sigchld, spawn_with_popen
@@ -39,14 +32,7 @@ from elastic_aio.process.descriptors import StandardStreams, limit, with_descrip
 from elastic_aio.process.guardian import Guardian
 from elastic_aio.process.guardian_process import GuardedJob
 from elastic_aio.process.tree import ProcessTree
-from elastic_aio.spec.checks import (
-    checked_items,
-    checked_path,
-    checked_text,
-    checked_texts,
-    is_integer,
-    signal_number,
-)
+from elastic_aio.spec import checks
 from elastic_aio.spec.stop import StopPlan
 from elastic_aio.text import error_reason
 from elastic_aio.worker.context import NOTIFY_FD
@@ -94,7 +80,7 @@ def open_process(
     """
     words = [
         os.fspath(word) if isinstance(word, os.PathLike) else word
-        for word in checked_items("argv", argv)
+        for word in checks.checked_items("argv", argv)
     ]
     if not words or not words[0]:
         raise SpecError("argv", argv, "must begin with a program")
@@ -103,11 +89,11 @@ def open_process(
     for name, stream in ("stdin", stdin), ("stdout", stdout), ("stderr", stderr):
         _check_stream(name, stream)
     return Process(
-        tuple(checked_text("argv", word) for word in words),
+        tuple(checks.checked_text("argv", word) for word in words),
         streams=(stdin, stdout, stderr),
         plan=stop or _DEFAULT_STOP,
-        env=None if env is None else checked_texts("env", env),
-        cwd=None if cwd is None else checked_path("cwd", cwd),
+        env=None if env is None else checks.checked_texts("env", env),
+        cwd=None if cwd is None else checks.checked_path("cwd", cwd),
         python=python,
     )
 
@@ -117,7 +103,9 @@ def _check_stream(name: str, value: object) -> None:
     with suppress(OSError, ValueError):  # it is closed, or has none
         number = value.fileno() if hasattr(value, "fileno") else value
     special = (PIPE, DEVNULL, STDOUT) if name == "stderr" else (PIPE, DEVNULL)
-    is_descriptor = is_integer(number) and (0 <= number <= _DESCRIPTOR_MAX or number in special)
+    is_descriptor = checks.is_integer(number) and (
+        0 <= number <= _DESCRIPTOR_MAX or number in special
+    )
     if number is None or is_descriptor:
         return
     known = "PIPE, DEVNULL, STDOUT" if name == "stderr" else "PIPE, DEVNULL"
@@ -153,7 +141,7 @@ class Process:
         self._env = env
         self._cwd = cwd
         self._python = python
-        self._fork = ForkGuard()
+        self._fork = aio.ForkGuard()
         self._is_entered = False
         self._child: Child | None = None
         self._tree: ProcessTree | None = None
@@ -164,19 +152,19 @@ class Process:
         return f"<Process {self._argv[0]}: {self._child or 'not started'}>"
 
     async def __aenter__(self) -> Self:
-        running_loop()
+        aio.running_loop()
         check_sigchld()
         if self._is_entered:
             raise RuntimeError("a process is started once; call open_process again")
         self._is_entered = True
-        self._fork = ForkGuard()
+        self._fork = aio.ForkGuard()
         self._stopping = asyncio.Lock()
         self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        separate_in_forks(self._closed)
+        aio.separate_in_forks(self._closed)
         try:
             await self._open()
         except BaseException:  # a cancellation too
-            await run_shielded(self._close)
+            await aio.run_shielded(self._close)
             raise
         return self
 
@@ -187,7 +175,7 @@ class Process:
         traceback: TracebackType | None,
     ) -> None:
         if not self._fork.is_copy:
-            await run_shielded(self._close)
+            await aio.run_shielded(self._close)
 
     # ---------------------------------------------------------------- while it runs
 
@@ -224,7 +212,7 @@ class Process:
 
     def send_signal(self, signal: int | str) -> bool:
         """Send a signal to the process itself, by number or name; return whether it still ran."""
-        return self._started.send_signal(signal_number("signal", signal))
+        return self._started.send_signal(checks.signal_number("signal", signal))
 
     async def stop(self, plan: StopPlan | None = None) -> None:
         """Stop the process and all that it has started, by another plan if one is given.
@@ -253,7 +241,7 @@ class Process:
 
     async def _open(self) -> None:
         job = self._job = GuardedJob.create(self._plan)
-        self._tree = ProcessTree(job.marker, PausableClock(), job.sessions, since=job.since)
+        self._tree = ProcessTree(job.marker, aio.PausableClock(), job.sessions, since=job.since)
         self._guardian = Guardian(
             job, self._plan, on_restarted=lambda pid: None, on_lost=_warn, python=self._python
         )
@@ -325,7 +313,7 @@ class Process:
         job, self._job = self._job, None
         if job is not None:
             job.close()
-        set_result_if_pending(self._closed, None)
+        aio.set_result_if_pending(self._closed, None)
 
 
 def _warn(why: str) -> None:
@@ -358,7 +346,7 @@ class _Pipe:
         ClosedResourceError."""
         waiter = self._waiter = self._loop.create_future()
         descriptor = self.descriptor
-        add(descriptor, set_result_if_pending, waiter, None)
+        add(descriptor, aio.set_result_if_pending, waiter, None)
         try:
             await waiter
         finally:

@@ -109,8 +109,16 @@ def local_sockets(pid: int) -> tuple[bool, int]:
     """Return whether others may connect to Unix sockets of a process, and how many have left it."""
     links = (link_of(pid, f"fd/{number}") for number in list_numbers(pid, "fd"))
     inodes = {link[8:-1].encode() for link in links if link.startswith("socket:")}
-    rows = (row.split() for row in (read(pid, "net/unix") or b"").splitlines()) if inodes else ()
-    ours = [row[1:6] for row in rows if len(row) > 6 and row[6] in inodes]
+    ours: list[list[bytes]] = []
+    if inodes:
+        try:
+            with open(f"/proc/{pid}/net/unix", "rb") as file:  # each read gives a page of it
+                rows = [row.split() for row in file]
+        except OSError as error:
+            if error.errno in LACK:
+                raise
+            rows = []  # gone
+        ours = [row[1:6] for row in rows if len(row) > 6 and row[6] in inodes]
     # References, protocol, flags (SO_ACCEPTCON), type, state: proc_pid_net(5).  The other end of a
     # connection has a reference to this one, until it is closed.
     left = [b"00000002", b"00000000", b"00000000", b"0001", b"03"]

@@ -111,21 +111,13 @@ from elastic_aio.outcome import (
     JobState,
     preempted,
 )
-from elastic_aio.rendezvous import formation
+from elastic_aio.rendezvous import formation, messages
 from elastic_aio.rendezvous.base import (
     ChangePending,
     RestartCause,
     RestartPending,
     StopRound,
     pending_event,
-)
-from elastic_aio.rendezvous.messages import (
-    MemberPhase,
-    MembersDone,
-    ProbePeers,
-    StandBy,
-    sanitize,
-    truncate_failure,
 )
 from elastic_aio.rendezvous.state import (
     MARGIN_S,
@@ -171,7 +163,7 @@ def supervise(state: CoordinatorState) -> None:
     for record in active:
         if record.status.drain_reason:
             continue
-        if record.status.phase is MemberPhase.STOPPED and state.has_placement(record):
+        if record.status.phase is messages.MemberPhase.STOPPED and state.has_placement(record):
             state.add_change_reason(f"the workers of {record.name} were stopped")
         elif state.has_diverged(record):
             state.add_change_reason(f"{record.name} did not take its place")
@@ -190,7 +182,7 @@ def supervise(state: CoordinatorState) -> None:
     finished = _finished(state, running)
     behind = [one for one in informed if _is_behind(state, one, count, finished[0])]
     for record in behind:
-        state.outbox.send(record, MembersDone(current.number, count, *finished))
+        state.outbox.send(record, messages.MembersDone(current.number, count, *finished))
     if is_changing:
         _reform(state, active)
     elif have_succeeded:
@@ -345,7 +337,7 @@ def _announce_change(
     for record in [*filter(state.has_placement, active), *ready]:
         is_concerned = record.status.is_change_pending or isinstance(record.sent, ChangePending)
         # An order that was not seen is not replaced by a different statement.
-        is_unseen = isinstance(record.sent, MembersDone) and not record.has_acked
+        is_unseen = isinstance(record.sent, messages.MembersDone) and not record.has_acked
         if (ready or is_concerned) and not is_unseen:
             state.outbox.send(record, pending)
 
@@ -358,7 +350,7 @@ def _probe_joiners(
     lead = next((one for one in active if not placements[one.member].span.group_rank), None)
     number = state.next_round
     address = None if lead is None else (lead.status.address, lead.status.port)
-    probe = None if address is None else ProbePeers(number, *address)
+    probe = None if address is None else messages.ProbePeers(number, *address)
     ready: list[MemberRecord] = []
     probing = 0
     for record in state.attending():
@@ -372,7 +364,7 @@ def _probe_joiners(
         elif record.is_excluded:
             continue
         elif probe is None or len(ready) + probing >= free or _is_too_early(state, record):
-            state.outbox.send(record, StandBy(state.round.number, state.settings.maximum))
+            state.outbox.send(record, messages.StandBy(state.round.number, state.settings.maximum))
         elif status.probed_round != number:
             probing += 1
             state.outbox.send(record, probe)
@@ -396,7 +388,7 @@ def _is_too_early(state: CoordinatorState, record: MemberRecord) -> bool:
     return True
 
 
-def _retry_later(state: CoordinatorState, record: MemberRecord, probe: ProbePeers) -> None:
+def _retry_later(state: CoordinatorState, record: MemberRecord, probe: messages.ProbePeers) -> None:
     """Refuse a joiner that does not reach the other nodes, and repeat its probe later."""
     if not record.refused_because:
         state.refuse(record, f"it does not reach the others: {record.status.probe_error}")
@@ -430,7 +422,9 @@ def _note_preemption(state: CoordinatorState) -> None:
                 )
             continue
         until, left = record.preempted_at, round(max(0.0, record.preempted_at - state.now), 3)
-        state.preemption = replace(notice, why=sanitize(notice.why), time_left=left, until=until)
+        state.preemption = replace(
+            notice, why=messages.sanitize(notice.why), time_left=left, until=until
+        )
         attempt = max(0, state.round.attempt)
         state.outbox.publish(PreemptionNotice(attempt=attempt, why=notice.why, time_left=left))
 
@@ -456,7 +450,7 @@ def _preempt(state: CoordinatorState, notice: ChangePending) -> None:
             state.outbox.send(record, replace(notice, number=PREEMPTION_CHANGE, until=until))
     for record in state.unplaced():
         if record not in members:
-            state.outbox.send(record, StandBy(state.round.number, state.settings.maximum))
+            state.outbox.send(record, messages.StandBy(state.round.number, state.settings.maximum))
 
 
 def _needs_time(record: MemberRecord) -> bool:
@@ -578,7 +572,7 @@ def _consult_policy(state: CoordinatorState, action: RestartAction) -> None:
         state.fail_job(decision.why)
         return
     attempt, restarts = state.round.attempt + 1, state.budget.restarts + 1
-    root, returned = truncate_failure(root), state.budget.returned
+    root, returned = messages.truncate_failure(root), state.budget.returned
     cause = RestartCause(attempt, decision.why, restarts, decision.delay, root, returned=returned)
     if action is RestartAction.EXCLUDE:
         for one in filter(state.has_placement, state.active()):

@@ -23,18 +23,10 @@ from elastic_aio.node_events import (
     RoundWaiting,
 )
 from elastic_aio.outcome import Failure, JobOutcome
+from elastic_aio.rendezvous import messages
 from elastic_aio.rendezvous.base import AgentPort, EndJob, NodeInfo, StartRound
 from elastic_aio.rendezvous.coordinator import decide
 from elastic_aio.rendezvous.event_stream import EventStreamWriter, delete_events
-from elastic_aio.rendezvous.messages import (
-    PROTOCOL,
-    MessageError,
-    Order,
-    Reject,
-    RoundRecord,
-    decode_status,
-    encode,
-)
 from elastic_aio.rendezvous.state import (
     CoordinatorEffect,
     CoordinatorState,
@@ -116,7 +108,7 @@ class CoordinatorRunner:
         self._departed.clear()
         self._member = name
         self._recorded = await store.peek(_ROUND) or b""
-        former, now = RoundRecord.decode(self._recorded), asyncio.get_running_loop().time()
+        former, now = messages.RoundRecord.decode(self._recorded), asyncio.get_running_loop().time()
         if former is not None and former.history is not None:
             # Not the time that it takes to notice a loss: a crash loop has it in each turn.
             age = wall_clock() - former.written_at - self._settings.notice_time
@@ -179,11 +171,11 @@ class CoordinatorRunner:
     async def _on_status(self, lease: Lease, key: str, text: bytes) -> None:
         member = key.removeprefix("t/")
         try:
-            status = decode_status(text)
-        except MessageError as error:
-            why = f"its status cannot be read by this version ({PROTOCOL}): {error}"
-            order = Order(self._coordinator.outbox.term, 1, Reject(why))
-            await lease.set(f"o/{member}", encode(order))
+            status = messages.decode_status(text)
+        except messages.MessageError as error:
+            why = f"its status cannot be read by this version ({messages.PROTOCOL}): {error}"
+            order = messages.Order(self._coordinator.outbox.term, 1, messages.Reject(why))
+            await lease.set(f"o/{member}", messages.encode(order))
             return
         self._coordinator.on_status(member, status, monotonic_clock())
 
@@ -191,7 +183,7 @@ class CoordinatorRunner:
 
     async def _decide(self, store: Store, lease: Lease) -> list[str]:
         """Perform the coordinator's decisions; return the departed members that it knew of."""
-        orders: dict[str, Order] = {}
+        orders: dict[str, messages.Order] = {}
         records = []
         departed, self._departed = self._departed, []
         effects = decide(self._coordinator, asyncio.get_running_loop().time())
@@ -206,7 +198,7 @@ class CoordinatorRunner:
                 case RequestDecision(failure):
                     deciding = self._call_decide(self._coordinator, failure)
                     self._deciding = create_task(deciding, name="restart.decide")
-                case RoundRecord():
+                case messages.RoundRecord():
                     records.append(self.record_round(store, effect))
                 case Event():
                     self._publish(effect)
@@ -221,7 +213,7 @@ class CoordinatorRunner:
         deletes = [store.delete(f"o/{name}") for name in departed]
         writes = [*records, *deletes]
         if orders:  # else it would wait for a connection
-            texts = {f"o/{name}": encode(order) for name, order in orders.items()}
+            texts = {f"o/{name}": messages.encode(order) for name, order in orders.items()}
             writes.append(lease.set_all(texts))
         await asyncio.gather(*writes)
         return departed
@@ -244,15 +236,15 @@ class CoordinatorRunner:
             if not (isinstance(one, SendOrder) and isinstance(one.order.body, EndJob))
         ]
 
-    async def record_round(self, store: Store, record: RoundRecord) -> None:
+    async def record_round(self, store: Store, record: messages.RoundRecord) -> None:
         """Record the last round, for a coordinator that meets no member of it.
 
         The write of a deposed coordinator may arrive when its successor has read the record; it
         never replaces a record of a later term.
         """
-        text = encode(replace(record, written_at=wall_clock()))
+        text = messages.encode(replace(record, written_at=wall_clock()))
         present = await store.compare_set(_ROUND, self._recorded, text)
-        other = RoundRecord.decode(present)
+        other = messages.RoundRecord.decode(present)
         if present != text and other is not None and other.term < record.term:
             present = await store.compare_set(_ROUND, present, text)
         self._recorded = present

@@ -8,15 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from elastic_aio.errors import SpecError
-from elastic_aio.spec.checks import (
-    OneOf,
-    Whole,
-    checked_integer,
-    checked_items,
-    checked_name,
-    checked_text,
-    optional,
-)
+from elastic_aio.spec import checks
 from elastic_aio.spec.fields import Converted, SpecValue, field
 from elastic_aio.spec.job import NPROC_MAX, LaunchSpec, checked_max_restarts
 from elastic_aio.spec.logs import LogSpec
@@ -69,7 +61,7 @@ def _window(name: str, value: object) -> RestartWindow | Literal["auto"]:
 
 
 def _names(name: str, value: object) -> tuple[str, ...]:
-    return tuple(checked_text(name, item) for item in checked_items(name, value))
+    return tuple(checks.checked_text(name, item) for item in checks.checked_items(name, value))
 
 
 def _ends_with(name: str, value: object) -> tuple[str, ...]:
@@ -94,7 +86,7 @@ class GroupSpec(SpecValue, prefix=""):
     )
     """The specs by name, in their order.  Names have letters, digits, `_`, `-` and `.`."""
     strategy: Strategy = field(
-        default="one_for_one", check=OneOf(("one_for_one", "rest_for_one", "one_for_all"))
+        default="one_for_one", check=checks.OneOf(("one_for_one", "rest_for_one", "one_for_all"))
     )
     """Who is restarted with a child that is: "one_for_one": no other child; "rest_for_one": those
     that come after it in the order, in which each is started after the last; "one_for_all": all."""
@@ -114,10 +106,10 @@ class GroupSpec(SpecValue, prefix=""):
     window: Converted[
         RestartWindow | Literal["auto"] | None,
         RestartWindow | tuple[int, float] | Literal["auto"] | None,
-    ] = field(default="auto", check=optional(_window))
+    ] = field(default="auto", check=checks.optional(_window))
     """At most `count` restarts of essential children in `seconds`; a further one fails the group.
     "auto": one of each child, and five more, in 10 s; None for no limit."""
-    restart: RestartWhen = field(default="on-failure", check=OneOf(RESTART_WHEN))
+    restart: RestartWhen = field(default="on-failure", check=checks.OneOf(RESTART_WHEN))
     """After which ends the group as a whole is started again, up to `max_restarts` times."""
     max_restarts: Converted[int, int | Literal["unlimited"]] = field(
         default=0, check=checked_max_restarts
@@ -127,9 +119,9 @@ class GroupSpec(SpecValue, prefix=""):
     """Where the output goes; of the whole job, only that of the outermost group counts."""
     preemption: Converted[PreemptionSpec, PreemptionSpec | None] = field(default=PreemptionSpec())
     """What gives notice of a preemption to all children; that of the outermost group counts."""
-    run_id: str | None = field(default=None, check=checked_name)
+    run_id: str | None = field(default=None, check=checks.checked_name)
     """Name of the run; None is a random id.  Only that of the outermost group counts."""
-    event_history: int = field(default=10_000, check=Whole(at_least=1))
+    event_history: int = field(default=10_000, check=checks.Whole(at_least=1))
     """How many past events are kept for late readers."""
 
     def _check(self) -> None:
@@ -305,7 +297,7 @@ def restart_ends_run(spec: AnySpec) -> bool:
 
 
 def _check_number(name: str, number: int) -> None:
-    if checked_integer(name, number, at_least=1) > NPROC_MAX:
+    if checks.checked_integer(name, number, at_least=1) > NPROC_MAX:
         raise SpecError(name, number, f"must be at most {NPROC_MAX}")
 
 

@@ -7,15 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from elastic_aio.errors import SpecError
-from elastic_aio.spec.checks import (
-    Seconds,
-    Whole,
-    check_keys,
-    checked_name,
-    checked_part,
-    is_integer,
-    parse_size,
-)
+from elastic_aio.spec import checks
 from elastic_aio.spec.fields import Converted, SpecValue, field, spec_fields
 
 _BYTES_MAX: Final = 1 << 62
@@ -23,8 +15,8 @@ _ID_MAX: Final = (1 << 32) - 2  # the last one means "unchanged" to setuid(2)
 
 
 def _size(name: str, value: object) -> int:
-    size = parse_size(value) if isinstance(value, str) else value
-    if not is_integer(size) or not 0 < size <= _BYTES_MAX:
+    size = checks.parse_size(value) if isinstance(value, str) else value
+    if not checks.is_integer(size) or not 0 < size <= _BYTES_MAX:
         raise SpecError(name, value, "must be a size such as '512M' or a number of bytes")
     return size
 
@@ -32,16 +24,16 @@ def _size(name: str, value: object) -> int:
 def _umask(name: str, value: object) -> int:
     if isinstance(value, str) and re.fullmatch("(0o)?[0-7]{1,4}", value):
         value = int(value, 8)
-    if not is_integer(value) or not 0 <= value <= 0o777:
+    if not checks.is_integer(value) or not 0 <= value <= 0o777:
         raise SpecError(name, value, "must be a mask such as '0027' or 0o027")
     return value
 
 
 def _account(name: str, value: object) -> int | str:
     if isinstance(value, str):
-        text = checked_name(name, value)
+        text = checks.checked_name(name, value)
         return int(text) if text.isascii() and text.isdecimal() and len(text) < 11 else text
-    if not is_integer(value) or not 0 <= value <= _ID_MAX:
+    if not checks.is_integer(value) or not 0 <= value <= _ID_MAX:
         raise SpecError(name, value, "must be a name or a number")
     return value
 
@@ -57,13 +49,15 @@ class LimitSpec(SpecValue, prefix="limits."):
     """Bytes of memory, or a text such as "512M"; beyond it the kernel kills a worker."""
     memory_high: Converted[int | None, int | str | None] = field(default=None, check=_size)
     """Bytes of memory from which on the kernel slows the workers down and takes memory back."""
-    cpu_max: float | None = field(default=None, check=Seconds(at_least=0.01))
+    cpu_max: float | None = field(default=None, check=checks.Seconds(at_least=0.01))
     """CPUs: 1.5 is one and a half."""
-    pids_max: int | None = field(default=None, check=Whole(at_least=1))
+    pids_max: int | None = field(default=None, check=checks.Whole(at_least=1))
     """Processes and threads."""
-    nice: int | None = field(default=None, check=Whole(at_least=-20, at_most=19))
+    nice: int | None = field(default=None, check=checks.Whole(at_least=-20, at_most=19))
     """The nice value of each worker; lower ones than the launcher's need a privilege."""
-    oom_score_adj: int | None = field(default=None, check=Whole(at_least=-1000, at_most=1000))
+    oom_score_adj: int | None = field(
+        default=None, check=checks.Whole(at_least=-1000, at_most=1000)
+    )
     """What the kernel adds to the score by which it chooses a process to kill for memory."""
     umask: Converted[int | None, int | str | None] = field(default=None, check=_umask)
     """The mask of the modes of new files; a text is octal."""
@@ -91,6 +85,6 @@ _PERIOD_US: Final = 100_000
 def checked_limits(name: str, value: object) -> LimitSpec:
     """Return limits that are given as a value or as a table of its fields, or raise SpecError."""
     if isinstance(value, Mapping):
-        check_keys(name, value, spec_fields(LimitSpec))
+        checks.check_keys(name, value, spec_fields(LimitSpec))
         return LimitSpec(**value)
-    return checked_part(name, value, LimitSpec, " or a table of its fields")
+    return checks.checked_part(name, value, LimitSpec, " or a table of its fields")

@@ -7,14 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from elastic_aio.errors import SpecError
 from elastic_aio.outcome import SIGKILL, SIGTERM, signal_name
-from elastic_aio.spec.checks import (
-    OneOf,
-    Seconds,
-    check_number,
-    checked_items,
-    signal_number,
-    spelled_signal,
-)
+from elastic_aio.spec import checks
 from elastic_aio.spec.fields import Converted, SpecValue, field
 
 STOP_SIGNALS: Final = frozenset({1, 2, 3, 15})
@@ -47,10 +40,10 @@ class StopStep(SpecValue):
 
     def _check(self) -> None:
         name = "stop.steps"
-        check_number(name, self.grace, at_least=0, what="grace ")
+        checks.check_number(name, self.grace, at_least=0, what="grace ")
         if self.target is not None:
             _scope(name, self.target, "target ")
-        self._set(signal=signal_number(name, self.signal), grace=float(self.grace))
+        self._set(signal=checks.signal_number(name, self.signal), grace=float(self.grace))
 
     if TYPE_CHECKING:
 
@@ -61,7 +54,7 @@ class StopStep(SpecValue):
 
 def _steps(name: str, value: Any) -> tuple[StopStep, ...]:
     steps = []
-    for step in checked_items(name, value):
+    for step in checks.checked_items(name, value):
         if not isinstance(step, StopStep):
             if not (isinstance(step, (tuple, list)) and len(step) in (2, 3)):
                 raise SpecError(name, value, "must be a list of pairs of a signal and a grace")
@@ -86,10 +79,10 @@ class StopPlan(SpecValue, prefix="stop."):
         kw_only=False,
     )
     """Also given as pairs of a signal (number or name) and a grace in seconds, or with a target."""
-    reap_timeout: float = field(default=10.0, check=Seconds(above=0), kw_only=False)
+    reap_timeout: float = field(default=10.0, check=checks.Seconds(above=0), kw_only=False)
     """Seconds to wait after SIGKILL for the processes to exit.  A process that remains then, in an
     uninterruptible system call for example, is reported with its state and left behind."""
-    guardian_grace: float = field(default=0.5, check=Seconds(at_least=0), kw_only=False)
+    guardian_grace: float = field(default=0.5, check=checks.Seconds(at_least=0), kw_only=False)
     """Seconds between the first signal and SIGKILL when the launcher has been killed.  The guardian
     then ends the job; a first step with a shorter grace takes precedence.  With more than the
     default, workers can outlive their launcher for more than a second."""
@@ -104,7 +97,7 @@ class StopPlan(SpecValue, prefix="stop."):
     """Whom the signals reach first, of steps without a `target`."""
     linger: float = field(
         default=0.0,
-        check=Seconds(at_least=0),
+        check=checks.Seconds(at_least=0),
         own_option="--linger SECONDS",
         help="seconds for which processes that workers leave behind may run after a success"
         " (default 0)",
@@ -116,7 +109,7 @@ class StopPlan(SpecValue, prefix="stop."):
     @classmethod
     def within(cls, grace: float, *, scope: StopScope = "leaders", linger: float = 0.0) -> StopPlan:
         """Return the plan SIGTERM, `grace` seconds, SIGKILL."""
-        check_number("stop.grace", grace, at_least=0)
+        checks.check_number("stop.grace", grace, at_least=0)
         return cls(((SIGTERM, grace),), scope=scope, linger=linger)
 
     def reaches_all(self, step: StopStep) -> bool:
@@ -164,7 +157,9 @@ _NOT_CATCHABLE = frozenset({9, 19, 4, 7, 8, 11, 17, 18, 20})
 
 
 def _signals(name: str, value: object) -> frozenset[int]:
-    numbers = frozenset(signal_number(name, item) for item in checked_items(name, value))
+    numbers = frozenset(
+        checks.signal_number(name, item) for item in checks.checked_items(name, value)
+    )
     for number in numbers & _NOT_CATCHABLE:
         raise SpecError(name, signal_name(number), "must be a signal that can be handled")
     return numbers
@@ -172,7 +167,7 @@ def _signals(name: str, value: object) -> frozenset[int]:
 
 def _signal(name: str, value: object) -> int:
     if isinstance(value, str):  # `USR1` and `10` too, as sbatch(1) accepts them
-        value = spelled_signal(value)
+        value = checks.spelled_signal(value)
     (number,) = _signals(name, [value])
     return number
 
@@ -192,7 +187,7 @@ class PreemptionSpec(SpecValue, prefix="preemption."):
     (`SignalSpec.stop`) does so when it comes again."""
     deadline: float = field(
         default=60.0,
-        check=Seconds(at_least=0),
+        check=checks.Seconds(at_least=0),
         own_option="--preempt-deadline SECONDS",
         help="seconds from the notice until workers that still run are stopped (default 60)",
         has_variable=True,
@@ -231,7 +226,7 @@ class SignalSpec(SpecValue, prefix="signals."):
     """Send to the leader of every worker; the job continues.  Default: SIGUSR1, SIGUSR2."""
     unhandled: Literal["skip", "kill"] = field(
         default="skip",
-        check=OneOf(("skip", "kill")),
+        check=checks.OneOf(("skip", "kill")),
         own_option="--signal-unhandled WHAT",
         help="workers without a handler for a forwarded signal: 'skip' them, or 'kill' them by it"
         " (default 'skip')",

@@ -15,14 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final, Self
 
-from elastic_aio.aio import (
-    Notifier,
-    cancel_and_wait,
-    create_task,
-    run_shielded,
-    running_loop,
-    set_result_if_pending,
-)
+from elastic_aio import aio
 from elastic_aio.errors import StoreClosed, StoreError, StoreLost, StoreRefused, StoreTimeout
 from elastic_aio.spec.checks import check_number, checked_token, parse_host_port
 from elastic_aio.spec.restart import Backoff
@@ -121,7 +114,7 @@ class RemoteStore(Store):
         self._last_received_at = self._last_reply_at = 0.0
         # Why the store cannot be used any more.
         self._error: StoreError | None = None
-        self._link_changed = Notifier()
+        self._link_changed = aio.Notifier()
         self._lost: asyncio.Future[None] | None = None
         """Done when the store is lost for good or closed; None before there is a connection."""
         self._keeper: asyncio.Task[None] | None = None
@@ -139,7 +132,7 @@ class RemoteStore(Store):
         return f"{self._options.host}:{self._options.port}"
 
     async def __aenter__(self) -> Self:
-        running_loop()
+        aio.running_loop()
         self._check_unused()
         self._begin(await self._open(self._connect_timeout))
         return self
@@ -224,7 +217,7 @@ class RemoteStore(Store):
         Cancellation: raised when the connection is closed, within a second.
         """
         if self._lost is not None and not isinstance(self._error, StoreClosed):
-            await run_shielded(self._close)
+            await aio.run_shielded(self._close)
 
     async def call(self, op: int, key: bytes, argument: Any) -> Any:
         instance: bytes | None = None
@@ -351,7 +344,7 @@ class RemoteStore(Store):
     def _on_ended(self, link: Link) -> None:
         if not isinstance(self._error, StoreClosed):
             # Its pending operations see first that this connection has ended.
-            self._keeper = create_task(self._reconnect(link), f"store {self._address}")
+            self._keeper = aio.create_task(self._reconnect(link), f"store {self._address}")
 
     async def _reconnect(self, former: Link) -> None:
         """Reopen the connection, unless that fails for too long."""
@@ -452,7 +445,7 @@ class RemoteStore(Store):
             self._note_times(self._link)
         self._link = None
         if self._lost is not None:
-            set_result_if_pending(self._lost, None)
+            aio.set_result_if_pending(self._lost, None)
         if self._heartbeat_timer is not None:
             self._heartbeat_timer.cancel()
         for lease in self._leases:
@@ -467,7 +460,7 @@ class RemoteStore(Store):
         self._error = None
         self._finish(StoreClosed("the store was closed"))
         if keeper is not None:
-            await cancel_and_wait([keeper])
+            await aio.cancel_and_wait([keeper])
         if link is not None and not link.ended.done():
             link.close()
             await asyncio.wait([link.ended], timeout=_CLOSE_TIMEOUT)

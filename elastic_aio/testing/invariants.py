@@ -16,6 +16,7 @@ from elastic_aio.discovery.runs import FormerJob, RunEnd
 from elastic_aio.events import Event
 from elastic_aio.node_events import RoundForming
 from elastic_aio.outcome import JobOutcome, JobState
+from elastic_aio.rendezvous import messages
 from elastic_aio.rendezvous.base import (
     ChangePending,
     EndJob,
@@ -25,14 +26,6 @@ from elastic_aio.rendezvous.base import (
     StopRound,
 )
 from elastic_aio.rendezvous.dynamic import order_timeout
-from elastic_aio.rendezvous.messages import (
-    MemberStatus,
-    Order,
-    OrderBody,
-    Reject,
-    StandBy,
-    WaitForNodes,
-)
 from elastic_aio.rendezvous.state import Outbox
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.store.connection import Connection
@@ -343,11 +336,11 @@ _ITEMS_OF_COORDINATOR: Final = 16
 class _Obligation:
     """An order that a member must obey, when it was written first."""
 
-    body: OrderBody
+    body: messages.OrderBody
     position: tuple[int, int]
     since: float
 
-    def is_obeyed(self, status: MemberStatus) -> bool:
+    def is_obeyed(self, status: messages.MemberStatus) -> bool:
         """Return whether a status acknowledges the order; a stop needs no other answer."""
         if isinstance(self.body, StopRound):
             number = self.body.round
@@ -376,7 +369,7 @@ class InvariantChecker:
         self.ends = EndChecker(self.rounds.rounds, trace, lambda: network.time.now)
         self.outcomes: dict[str, JobOutcome] = {}
         self.event_hook: Callable[[SimNode, Event], None] | None = None
-        self.order_hook: Callable[[SimStore, str, OrderBody], None] | None = None
+        self.order_hook: Callable[[SimStore, str, messages.OrderBody], None] | None = None
         self.obey_s = _obey_s(spec)
         self.was_clock_set = False
         """Whether a host's clock was set: another coordinator reads earlier notices by it."""
@@ -422,7 +415,7 @@ class InvariantChecker:
                 self.stores[service.instance] = store
 
     def _on_change(self, store: SimStore, member: str, value: Written) -> None:
-        if isinstance(value, Order):
+        if isinstance(value, messages.Order):
             self._oblige(store, member, value)
             self._on_order(store, member, value.body)
             if isinstance(value.body, ChangePending) and value.body.until:
@@ -437,7 +430,7 @@ class InvariantChecker:
             if former != member:
                 self._trace.fail(f"term {term} of one store was given to {former} and {member}")
 
-    def _on_order(self, store: SimStore, member: str, body: OrderBody) -> None:
+    def _on_order(self, store: SimStore, member: str, body: messages.OrderBody) -> None:
         name = store.statuses[member].node.name if member in store.statuses else member
         text = type(body).__name__
         match body:
@@ -456,13 +449,15 @@ class InvariantChecker:
         if self.order_hook is not None:
             self.order_hook(store, member, body)
 
-    def _oblige(self, store: SimStore, member: str, order: Order) -> None:
+    def _oblige(self, store: SimStore, member: str, order: messages.Order) -> None:
         key, now = (store.instance, member), self._time.now
         former = self._obligations.get(key)
         if former is None or former.body != order.body:
             position = order.term, order.serial
             obligation = self._obligations[key] = _Obligation(order.body, position, now)
-            if not isinstance(order.body, WaitForNodes | StandBy | Reject):
+            if not isinstance(
+                order.body, messages.WaitForNodes | messages.StandBy | messages.Reject
+            ):
                 self._time.at(now + self.obey_s, self._check_obeyed, store, member, obligation)
 
     def _check_obeyed(self, store: SimStore, member: str, obligation: _Obligation) -> None:

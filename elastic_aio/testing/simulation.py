@@ -17,17 +17,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from elastic_aio.agent import machine
 from elastic_aio.agent.driver import Group
 from elastic_aio.agent.event_log import EventLog
 from elastic_aio.agent.failures import WorkerRecord
-from elastic_aio.agent.machine import (
-    Effect,
-    SendReport,
-    ShowChange,
-    StartGroup,
-    StopReceived,
-    WorkerEnded,
-)
 from elastic_aio.agent.multi_node_driver import MultiNodeDriver
 from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.agent.worker_store import MasterPorts, ReservedPort
@@ -115,9 +108,9 @@ class SimDriver(MultiNodeDriver):
                     self.checker.on_end_ordered(node, outcome)
         super().on_instruction(instruction)
 
-    def _perform(self, effect: Effect) -> None:
+    def _perform(self, effect: machine.Effect) -> None:
         match effect:
-            case SendReport(report=base.RoundSucceeded()) if not self.node.is_over:
+            case machine.SendReport(report=base.RoundSucceeded()) if not self.node.is_over:
                 self.node.has_succeeded = True
                 self.checker.rounds.on_succeeded(self.node)
         super()._perform(effect)
@@ -127,7 +120,7 @@ class SimDriver(MultiNodeDriver):
         self.node.is_checked = self.node.is_healthy
         return "" if self.node.is_healthy else "its health check has failed"
 
-    def _show_change(self, change: ShowChange) -> None:
+    def _show_change(self, change: machine.ShowChange) -> None:
         self.node.change = -1 if change.time_left is None else change.number
         if (notice := self._machine.notice) is not None and change.until:
             self.checker.on_notice(self.node, notice.deadline - self._runtime.clock.now())
@@ -144,7 +137,7 @@ class SimDriver(MultiNodeDriver):
                     self.checker.on_excluded(self.node, seconds)
             self.checker.on_event(self.node, event)
 
-    def _make_group(self, effect: StartGroup) -> Group:
+    def _make_group(self, effect: machine.StartGroup) -> Group:
         assert effect.placement is not None
         group = SimGroup(self, self._runtime, effect.attempt, effect.placement)
         self.node.end = group.end
@@ -249,7 +242,7 @@ class SimGroup:
         else:
             node.note(f"the workers of round {placement.round} have succeeded")
         for local_rank in range(1 if exit_code else self._runtime.nproc):
-            ended = WorkerEnded(self.attempt, local_rank, status, is_victim=False)
+            ended = machine.WorkerEnded(self.attempt, local_rank, status, is_victim=False)
             self._driver.receive(ended)
 
     def begin_stop(self, plan: StopPlan) -> None:
@@ -277,7 +270,7 @@ class SimGroup:
     def with_reports(self, status: JobStatus) -> JobStatus:
         return status  # simulated workers report nothing
 
-    def end_linger(self, stop: StopReceived | None = None) -> None:
+    def end_linger(self, stop: machine.StopReceived | None = None) -> None:
         pass  # simulated workers leave nothing behind
 
     async def close(self) -> None:

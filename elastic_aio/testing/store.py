@@ -6,21 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from elastic_aio.discovery.runs import (
-    FormerJob,
-    RunEnd,
-    decode_end,
-    decode_former_jobs,
-    decode_run,
-    run_prefix,
-)
-from elastic_aio.rendezvous.messages import (
-    LeaderRecord,
-    MemberStatus,
-    Order,
-    decode_order,
-    decode_status,
-)
+from elastic_aio.discovery import runs
+from elastic_aio.rendezvous import messages
 from elastic_aio.store.connection import Service
 from elastic_aio.store.keyspace import Client
 from elastic_aio.store.replies import CHANGE_SET, RawChange
@@ -33,9 +20,9 @@ RUN_ID = "simulated"
 PORT = 29400
 """Of all stores at which nodes meet."""
 
-_PREFIX = f"/{run_prefix(RUN_ID)}/".encode()
+_PREFIX = f"/{runs.run_prefix(RUN_ID)}/".encode()
 
-Written = LeaderRecord | Order | RunEnd | FormerJob
+Written = messages.LeaderRecord | messages.Order | runs.RunEnd | runs.FormerJob
 
 OnChange = Callable[["SimStore", str, Written], None]
 
@@ -66,13 +53,13 @@ class SimStore(Client):
         self.host = listener.loop.host
         self.keyspace = service.keyspace
         self.instance = service.instance
-        self.leader: LeaderRecord | None = None
+        self.leader: messages.LeaderRecord | None = None
         self._led = "0"
-        self.statuses: dict[str, MemberStatus] = {}
-        self.orders: dict[str, Order] = {}
+        self.statuses: dict[str, messages.MemberStatus] = {}
+        self.orders: dict[str, messages.Order] = {}
         self.generation = ""
         self.jobs: dict[str, str] = {}
-        self.ends: dict[str, tuple[RunEnd, float]] = {}
+        self.ends: dict[str, tuple[runs.RunEnd, float]] = {}
         self.first_led_at = math.inf
         self.joined_at: dict[int, float] = {}
         self.left_at: dict[int, float] = {}
@@ -115,27 +102,27 @@ class SimStore(Client):
         now = self._time.now
         if kind == "coordinator" and int(generation) >= int(self._led):
             self._led = generation
-            self.leader = LeaderRecord.decode(change.value) if is_set else None
+            self.leader = messages.LeaderRecord.decode(change.value) if is_set else None
             if self.leader is not None:
                 self.first_led_at = min(self.first_led_at, now)
                 self._on_change(self, self.leader.member, self.leader)
-        elif generation == "run" and (record := decode_run(change.value)):
+        elif generation == "run" and (record := runs.decode_run(change.value)):
             self.jobs[str(record.generation)] = record.job
         elif generation == "jobs":
-            for former in decode_former_jobs(change.value):
+            for former in runs.decode_former_jobs(change.value):
                 self._on_change(self, former.job, former)
-        elif kind == "end" and (end := decode_end(change.value if is_set else None)):
+        elif kind == "end" and (end := runs.decode_end(change.value if is_set else None)):
             self._on_change(self, generation, end)
             self.ends.setdefault(generation, (end, now))
         elif kind == "t" and is_set:
-            status = self.statuses[member] = decode_status(change.value)
+            status = self.statuses[member] = messages.decode_status(change.value)
             self.joined_at.setdefault(status.node.pid, now)
         elif kind == "t" and member in self.statuses:
             number = self.statuses.pop(member).node.pid
             del self.joined_at[number]
             self.left_at[number] = now
         elif kind == "o" and is_set:
-            order = self.orders[member] = decode_order(change.value)
+            order = self.orders[member] = messages.decode_order(change.value)
             self.generation = generation
             self._on_change(self, member, order)
         elif kind == "o":
