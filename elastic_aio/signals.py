@@ -310,7 +310,16 @@ class ReceivedSignals:
 
     def put(self, number: int) -> None:
         """Add a signal that has arrived; called by the handler."""
-        if not (number := self.stops.meaning(number)):
+        arrived = number
+        if not (number := self.stops.meaning(arrived)):
+            if (
+                arrived == signal.SIGTERM
+                and self._unread
+                and self._unread[-1] in self.stops.numbers
+            ):
+                self._unread[-1] = (
+                    arrived  # programs save at it, whichever handler was called first
+                )
             return
         self.on_signal(number)
         self._unread.append(number)

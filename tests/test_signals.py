@@ -98,6 +98,17 @@ def check_meanings(received: str, meanings: str, monkeypatch: pytest.MonkeyPatch
     assert " ".join(found) == meanings
 
 
+@pytest.mark.parametrize(
+    "order", [(signal.SIGHUP, signal.SIGTERM), (signal.SIGTERM, signal.SIGHUP)]
+)
+async def test_of_stop_signals_at_once_sigterm_counts(order: tuple[int, int]) -> None:
+    """Of two that are pending, the handler of SIGHUP is called first, whatever came first."""
+    with ReceivedSignals(order, order) as received:
+        for number in order:
+            received.put(number)
+        assert await anext(received) == signal.SIGTERM
+
+
 loops = pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 
 
