@@ -337,12 +337,16 @@ class WorkerAbandoned(Event, frozen=True, kw_only=True):
     pid: int
     """0 if `/proc` could not be read; then processes may be left that are not known."""
     state: str
-    """Its state in `/proc`, such as `D in nfs_wait`: an uninterruptible system call."""
+    """Its state in `/proc`, such as `D in nfs_wait` (an uninterruptible system call), the user
+    that it runs as, and whether the launcher has no permission to signal it."""
+    program: str = ""
+    """Program and script, such as `python3.11 upload.py`."""
 
     def _text(self) -> str:
         if not self.pid:
             return f"processes may be left behind: {self.state}"
-        return f"process {self.pid} did not exit after SIGKILL (state {self.state}), left behind"
+        process = f"process {self.pid} ({self.program})" if self.program else f"process {self.pid}"
+        return f"{process} did not exit after SIGKILL (state {self.state}), left behind"
 
 
 class SignalForwarded(Event, frozen=True, kw_only=True):

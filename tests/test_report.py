@@ -293,6 +293,9 @@ EVENTS: list[tuple[Event, int, str]] = [
      "processes may not have stopped in time, sending SIGKILL"),
     (WorkerAbandoned(pid=5, state="D in nfs_wait"), WARNING,
      "process 5 did not exit after SIGKILL (state D in nfs_wait), left behind"),
+    (WorkerAbandoned(pid=5, state="S, of uid 7, no permission to signal it", program="sleep 9"),
+     WARNING, "process 5 (sleep 9) did not exit after SIGKILL"
+     " (state S, of uid 7, no permission to signal it), left behind"),
     (WorkerAbandoned(pid=0, state="/proc could not be read"), WARNING,
      "processes may be left behind: /proc could not be read"),
     (SignalForwarded(signal=10, pids=(5, 6)), INFO, "SIGUSR1 forwarded to 2 workers"),

@@ -344,8 +344,8 @@ print(
 from elastic_aio import WorkerAbandoned
 
 print(
-    WorkerAbandoned(pid=5, state="D in nfs_wait").sentence
-)  # process 5 did not exit after SIGKILL (state D in nfs_wait), left behind
+    WorkerAbandoned(pid=5, state="D in nfs_wait, of user alice", program="python a.py").sentence
+)  # process 5 (python a.py) did not exit after SIGKILL (state D in nfs_wait, of user alice), left behind
 
 # %%
 from elastic_aio import ExitStatus, WorkerExited

@@ -40,12 +40,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from elastic_aio import events
 from elastic_aio.agent.entrypoint import BareOptions, Entrypoint
@@ -111,6 +111,7 @@ class LocalRuntime:
     """The resources of one job on this host; must be closed."""
 
     _loading: asyncio.Task[None] | None = None
+    _abandoned: Set[int] = frozenset()  # survivors of the last stop, which have been reported
 
     def __init__(
         self,
@@ -298,6 +299,9 @@ class LocalRuntime:
         await self._tree.include()
         if not self.entrypoint.is_importing:
             await self.entrypoint.aclose()
+        left = await self._tree.descendants()
+        if left and {process.pid for process in left} <= self._abandoned:
+            return  # all of them have been reported
         if not await self._tree.forget_if_empty():
             why, plan = "the fork server has left processes behind", self.spec.stop
             self.publish(events.StopRequested(attempt=self.attempt, reason=why, plan=str(plan)))
@@ -309,12 +313,13 @@ class LocalRuntime:
             survivors = await self.tree.stop(plan, self._on_escalated)
         if self._setup is not None:
             self._setup.kill()  # what no scan has found
-        if survivors and self._guardian is not None and await self._guardian.end_job():
+        can_help = any(not survivor.is_denied for survivor in survivors)
+        if can_help and self._guardian is not None and await self._guardian.end_job():
             survivors = await self.tree.wait_reaped(plan.reap_timeout)
-        for survivor in survivors:
-            self.publish(
-                events.WorkerAbandoned(attempt=self.attempt, pid=survivor.pid, state=survivor.state)
-            )
+        self._abandoned = {one.pid for one in survivors}
+        for one in survivors:
+            abandoned = events.WorkerAbandoned(pid=one.pid, state=one.state, program=one.program)
+            self.publish(replace(abandoned, attempt=self.attempt))
         return survivors
 
     def _on_escalated(self, signal: int, pids: tuple[int, ...]) -> None:

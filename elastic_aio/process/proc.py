@@ -324,6 +324,17 @@ def name_of(pid: int) -> str:
     return f"{name[:37]}..." if len(name) > 40 else name
 
 
+def user_of(pid: int) -> str:
+    """Return the user of a process: the name in /etc/passwd, else the number; asks no server."""
+    try:
+        _, uid, *_ = read_status(pid, b"Uid").get(b"Uid", b"? ?").decode().split()
+        with open("/etc/passwd", encoding="utf-8", errors="replace") as file:
+            rows = [line.split(":", 3) for line in file]
+    except OSError:
+        return "unknown"  # no descriptor is left
+    return next((f"user {row[0]}" for row in rows if row[2:3] == [uid]), f"uid {uid}")
+
+
 def wait_channel(pid: int) -> str:
     """Return the function of the kernel in which a process waits; "" if it is unknown."""
     try:
@@ -421,9 +432,18 @@ def send(descriptor: int, number: int) -> bool:
     """Send a signal through a pidfd; return whether the process existed and allowed it."""
     try:
         signal.pidfd_send_signal(descriptor, number)
-    except (ProcessLookupError, PermissionError):
+    except OSError:  # EINVAL: of a pid namespace that is not below this one
         return False
     return True
+
+
+def is_denied(pid: int) -> bool:
+    """Return whether kill(2) refuses too what a pidfd refuses: a filter may refuse pidfds only."""
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return error.errno == errno.EPERM or is_foreign()
+    return is_foreign()
 
 
 def needs_continue(process: ProcEntry, number: int) -> bool:

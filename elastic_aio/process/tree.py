@@ -28,13 +28,13 @@ scan finds them again.
 
 At the end of a grace period the next step begins with what is left, and is reported as an
 escalation.  Graces are measured by a clock that excludes suspensions of the job. `escalate_to_kill`
-skips to the last step.  What is left after that cannot be killed (uninterruptible sleep): it is
-returned, not waited for, so a stop ends in bounded time.
+skips to the last step.  What is left after that (in uninterruptible sleep) is returned, not waited
+for.  Another user's process refuses signals: it passes its turn to its children, may end by itself
+in each grace, and has a moment once SIGKILL has ended the others.
 
-A stop also ends where processes cannot be found or watched.  A program that embeds us can run out
-of descriptors: two are kept for that, enough to scan and to signal.  /proc may show the pids of
-another pid namespace.  In both cases descendants are not watched; scans, a few milliseconds apart,
-find what is left.
+A stop also ends where processes cannot be found or watched: a program that embeds us can run out of
+descriptors (two are kept, to scan and to signal), and /proc may show the pids of another namespace.
+Descendants are not watched then; scans, a few milliseconds apart, find what is left.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Container, Iterator
+from collections.abc import Awaitable, Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -53,7 +53,7 @@ from msgspec import Struct
 from elastic_aio.aio import PausableClock, set_result_if_pending, when_all_done
 from elastic_aio.process import proc, stop_order
 from elastic_aio.process.adopted import Orphans
-from elastic_aio.process.children import Child, PidfdChild, PidfdWatch
+from elastic_aio.process.children import Child, ChildExit, PidfdChild, PidfdWatch
 from elastic_aio.process.descendants import Scanner, SessionList, WorkerSession
 from elastic_aio.spec.stop import StopPlan, StopStep
 
@@ -80,13 +80,16 @@ OnEscalation = Callable[[int, tuple[int, ...]], None]
 
 
 class Survivor(Struct, frozen=True):
-    """A process that SIGKILL did not end in time, and its state in /proc.
+    """A process that SIGKILL did not end in time; `state` says why, and whose it is.
 
     The pid is 0 if /proc could not be read, so that nothing is known about descendants.
+    `is_denied`: neither this process nor the guardian may signal it.
     """
 
     pid: int
     state: str
+    program: str = ""
+    is_denied: bool = False
 
 
 class ProcessTree:
@@ -121,6 +124,7 @@ class ProcessTree:
         self._descendants: dict[int, int] = {}  # pid -> start, see _record_descendants
         self._owners: dict[tuple[int, int], int] = {}  # leaders of processes, by identity
         self._ignored = stop_order.Ignored()  # before the stop
+        self._denied: set[int] = set()  # pids of processes that refuse signals of this one
         self._server: Child | None = None
         self._excluded: WorkerSession | None = None
         self._is_foreign = proc.is_foreign()
@@ -240,7 +244,8 @@ class ProcessTree:
 
     async def _scan(self) -> list[proc.ProcEntry]:
         self._descendants.update(self.orphans.find(self._since))
-        scan = self._scanner.find(self._descendants)
+        known = dict(self._descendants)
+        scan = self._scanner.find(known)
         yielder = Yielder()
         while True:
             try:
@@ -248,7 +253,11 @@ class ProcessTree:
             except StopIteration as end:
                 entries: list[proc.ProcEntry] = end.value
                 self.orphans.note(entries)
-                return [entry for entry in entries if not self._is_excluded(entry)]
+                ours = [entry for entry in entries if not self._is_excluded(entry)]
+                # What has been found remains a process of the job without its parents too.
+                newer = dict(self._descendants.items() - known.items())
+                self._descendants = newer | {entry.pid: entry.start for entry in ours}
+                return ours
             if pause:
                 await asyncio.sleep(pause)  # no event reports the end of an exec
             await yielder.maybe_yield()
@@ -311,7 +320,7 @@ class ProcessTree:
         self._begun = None
         if self._must_kill.done() or not plan.steps:
             return
-        step, watches, leaders = plan.steps[0], _Watches(), self._running()
+        step, watches, leaders = plan.steps[0], _Watches(self._denied), self._running()
         end = time.perf_counter() + _SLICE_S
         for pid, leader in leaders:
             # One after the other: of many leaders, the first ones do not wait for the last.
@@ -342,6 +351,7 @@ class ProcessTree:
             if self._must_kill.done() and not is_last:
                 continue
             if position and (left := await self._remaining()):
+                self._denied.clear()  # a process may change its user
                 on_escalation(step.signal, tuple(one.pid for one in left if one.pid))
             is_empty = await self._signal_until_gone(
                 step.signal,
@@ -355,7 +365,8 @@ class ProcessTree:
                 break
         survivors = [] if is_empty else await self._remaining()
         self._ignored = stop_order.Ignored()
-        self._forget_ended()
+        if not survivors:  # else the guardian needs the sessions
+            self._forget_ended()
         self._keep_descriptors()
         return survivors
 
@@ -372,26 +383,22 @@ class ProcessTree:
         return is_empty
 
     async def wait_reaped(self, seconds: float) -> list[Survivor]:
-        """Wait until the leaders that others have killed are reaped; return the rest."""
-        running = when_all_done(leader.exited for _, leader in self._running())
-        await self._clock.wait_for(running, seconds=seconds)
+        """Wait until the leaders that others have killed are reaped; return what still runs."""
+        await self._clock.wait_for(when_all_done(self._exits()), seconds=seconds)
         await self._wait_reaped()
-        self._forget_ended()
-        return [Survivor(leader.pid, "not reaped yet") for _, leader in self._running()]
+        survivors = [survivor for survivor in await self._remaining() if survivor.pid]
+        if not survivors:
+            self._forget_ended()
+        return survivors
 
     async def _remaining(self) -> list[Survivor]:
-        descendants = await self.descendants()
-        if descendants is None:
-            survivors = [Survivor(0, "/proc could not be read")]
-        else:
-            survivors = [_survivor(entry) for entry in descendants]
-        listed = {survivor.pid for survivor in survivors}
-        survivors += [
-            Survivor(pid, "not reaped yet")
-            for pid, leader in self._leaders.items()
-            if not leader.exited.done() and pid not in listed
-        ]
-        return survivors
+        descendants, yielder = await self.descendants(), Yielder()
+        survivors = [Survivor(0, "/proc could not be read")] if descendants is None else []
+        for entry in descendants or ():
+            survivors.append(_survivor(entry, is_denied=entry.pid in self._denied))
+            await yielder.maybe_yield()
+        left = {pid for pid, _ in self._running()} - {survivor.pid for survivor in survivors}
+        return [*survivors, *(Survivor(pid, "not reaped yet") for pid in left)]
 
     async def _signal_until_gone(
         self,
@@ -417,13 +424,13 @@ class ProcessTree:
         end = self._clock.now() + grace
         never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         early = (never if is_last else self._must_kill, until or never)
-        with watches or _Watches() as watches:
+        with watches or _Watches(self._denied) as watches:
             await self._signal_leaders(number, watches, is_ordered)
             if is_last:
                 self.on_kill()
             if is_ordered and watches.leaders:
                 # Most end at once: a scan would only take a processor from them.
-                ended = when_all_done(leader.exited for _, leader in self._running())
+                ended = when_all_done(self._exits())
                 await self._clock.wait_for(ended, *early, seconds=min(grace, _END_AT_ONCE_S))
             clean_scans, pace = 0, _ScanPace(self._clock)
             while clean_scans < 2:
@@ -431,8 +438,8 @@ class ProcessTree:
                 alive = await pace.timed(self.descendants())
                 watches.has_room = bool(self._reserve) and not self._is_foreign
                 holders = await self._signal_due(alive or [], number, watches, is_ordered)
-                running = (leader.exited for _, leader in self._running())
-                pending: list[asyncio.Future[Any]] = [*watches.exits(), *running, *holders]
+                end = self._end_of_kill(end, alive or ()) if is_last else end
+                pending = [*holders, *self._awaited(watches, is_last=is_last)]
                 if not alive and not pending:
                     if alive is not None:
                         clean_scans += 1
@@ -454,6 +461,18 @@ class ProcessTree:
                     return False
         await self._wait_reaped()
         return True
+
+    def _awaited(self, watches: _Watches, *, is_last: bool) -> list[asyncio.Future[Any]]:
+        """Return the exits that a step waits for: of the last one, what SIGKILL can end first."""
+        able: list[asyncio.Future[Any]] = watches.exits(but=self._denied)
+        able += self._exits(but=self._denied)
+        return able if is_last and able else [*watches.exits(), *self._exits()]
+
+    def _end_of_kill(self, end: float, alive: Iterable[proc.ProcEntry]) -> float:
+        """Return when the last step ends: soon if all that is left refuses signals."""
+        left = {process.pid for process in alive}.union(pid for pid, _ in self._running())
+        may_end = left and left <= self._denied
+        return min(end, self._clock.now() + stop_order.DRAIN_S) if may_end else end
 
     async def _signal_leaders(self, number: int, watches: _Watches, is_ordered: bool) -> None:
         yielder = Yielder()
@@ -478,12 +497,12 @@ class ProcessTree:
     ) -> list[asyncio.Future[Any]]:
         """Signal and watch the processes whose turn it is; return the exits others wait for."""
         holders: set[int] = set()
-        due, known = processes, len(watches.foreground)
+        due, known = processes, len(watches.foreground) + len(self._denied)
         if is_ordered:
             running = {pid for pid, _ in self._running()}
             for process in processes:
                 self._ignored.note(process, self._owner_of(process))
-            ignoring = self._ignored.pids(processes, number)
+            ignoring = self._ignored.pids(processes, number) | self._denied
             try:
                 due, holders = stop_order.next_due(
                     processes, running, self._owner_of, ignoring, watches.foreground
@@ -510,7 +529,7 @@ class ProcessTree:
             await yielder.maybe_yield()
         if watches.is_short:
             self._free_descriptors()  # a signal takes two at a time, and a scan one
-        if len(watches.foreground) > known:  # what a shell waits for gets the signal with it
+        if len(watches.foreground) + len(self._denied) > known:  # the turn is passed on
             return await self._signal_due(processes, number, watches, is_ordered)
         awaited = [leader.exited for pid, leader in self._running() if pid in holders]
         return [*awaited, *watches.exits(holders), *timers]
@@ -548,6 +567,8 @@ class ProcessTree:
         if leader.send_signal(number):  # else it has ended, and is no victim of this stop
             watches.foreground.update(one.identity for one in foreground)
             self._signals.setdefault(leader.pid, set()).add(number)
+        elif not leader.has_ended() and proc.is_denied(pid):
+            self._denied.add(pid)
 
     async def _record_descendants(self) -> None:
         yielder = Yielder()
@@ -567,6 +588,9 @@ class ProcessTree:
                 yield entry
         except OSError:
             return  # no descriptor left; the scan waits for one
+
+    def _exits(self, but: Container[int] = ()) -> list[asyncio.Future[ChildExit]]:
+        return [leader.exited for pid, leader in self._running() if pid not in but]
 
     def _running(self) -> list[tuple[int, Child]]:
         leaders = self._leaders.items()
@@ -594,6 +618,7 @@ class ProcessTree:
         if not self._leaders:
             self._descendants.clear()
             self._owners.clear()
+            self._denied.clear()
         self._listed.remove(ended)
 
     def _close(self, session: WorkerSession) -> None:
@@ -609,7 +634,8 @@ class ProcessTree:
 class _Watches:
     """The processes that a step has signalled; descendants are watched until they end."""
 
-    def __init__(self) -> None:
+    def __init__(self, denied: set[int]) -> None:
+        self.denied = denied
         self.leaders: set[int] = set()  # signalled; a pid is not used again until reaped
         self.has_room = True  # descendants can be watched now
         self.foreground: set[tuple[int, int]] = set()  # what the signalled shells wait for
@@ -627,12 +653,14 @@ class _Watches:
         for watch in self._watches:
             watch.close()
 
-    def exits(self, pids: Container[int] | None = None) -> list[asyncio.Future[None]]:
+    def exits(
+        self, pids: Container[int] | None = None, but: Container[int] = ()
+    ) -> list[asyncio.Future[None]]:
         """Return a future for each awaited exit; with `pids`, for these only."""
         return [
             future
             for (pid, _), future in self._watched.items()
-            if not future.done() and (pids is None or pid in pids)
+            if not future.done() and (pids is None or pid in pids) and pid not in but
         ]
 
     def rest(self, process: proc.ProcEntry, number: int, now: float) -> float:
@@ -664,8 +692,9 @@ class _Watches:
             return
         if identity not in self.signalled:
             self.signalled.add(identity)
-            proc.send(descriptor, number)
-            if proc.needs_continue(process, number):
+            if not proc.send(descriptor, number) and proc.is_denied(process.pid):
+                self.denied.add(process.pid)
+            elif proc.needs_continue(process, number):
                 proc.send(descriptor, signal.SIGCONT)
         if has_room:
             ended = asyncio.get_running_loop().create_future()
@@ -742,7 +771,9 @@ def _foreground_of(pid: int) -> list[proc.ProcEntry]:
         return []  # no descriptor left
 
 
-def _survivor(process: proc.ProcEntry) -> Survivor:
-    function = proc.wait_channel(process.pid)
-    suffix = f" in {function}" if function else ""
-    return Survivor(process.pid, f"{process.state}{suffix}")
+def _survivor(process: proc.ProcEntry, *, is_denied: bool) -> Survivor:
+    pid, function = process.pid, proc.wait_channel(process.pid)
+    place = f" in {function}" if function else ""
+    why = ", no permission to signal it" if is_denied else ""
+    state = f"{process.state}{place}, of {proc.user_of(pid)}{why}"
+    return Survivor(pid, state, proc.name_of(pid), is_denied)

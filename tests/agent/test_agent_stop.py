@@ -34,6 +34,8 @@ from elastic_aio.agent.agent import driver_of, make_agent
 from elastic_aio.process import children, proc
 from elastic_aio.process.children import Child, ChildExit, ChildSpec, Spawner, command_spawner
 from elastic_aio.process.guardian import Guardian
+from elastic_aio.spec.job import StartMethod
+from tests.support import functions
 from tests.support.children import (
     SIGNAL_LOGGER,
     ignoring_signals,
@@ -43,6 +45,7 @@ from tests.support.children import (
     trapping,
     until,
 )
+from tests.support.denied import AS_OTHER, needs_root, without_permission
 from tests.support.leaks import alive
 
 GRACE_S = 0.3
@@ -333,6 +336,31 @@ async def test_a_worker_that_cannot_be_killed_is_reported(
         assert [event.pid for event in abandoned] == [made[0].pid]
         assert abandoned[0].state[0] in "SR"
         assert alive(made[0].pid)
+
+
+@needs_root
+@pytest.mark.slow
+@pytest.mark.both_loops
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+async def test_what_a_success_leaves_is_reported_once(start_method: StartMethod) -> None:
+    """A process of another user delays the end for the grace, and no other stop follows."""
+    spec = LaunchSpec(
+        functions.leave_running,
+        args=[*AS_OTHER.split(), "sleep", "99"],
+        start_method=start_method,
+        stop=StopPlan.within(GRACE_S),
+    )
+    events: list[Event] = []
+    began = time.monotonic()
+    with without_permission():
+        result = await launch(spec, listeners=[events.append])
+    assert time.monotonic() - began < 8
+    assert result.exit_code == 0
+    (left,) = (event for event in events if isinstance(event, WorkerAbandoned))
+    assert left.program == "sleep 99"
+    assert left.state.endswith("no permission to signal it")
+    os.kill(left.pid, signal.SIGKILL)
+    await until(lambda: not alive(left.pid))
 
 
 async def test_stop_during_the_start_of_many_workers(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from elastic_aio.process.guardian_process import GuardedJob
 from elastic_aio.process.tree import ProcessTree, Survivor
 from elastic_aio.spec.stop import StopPlan, StopStep
 from tests.support.children import end_of, line_from, listed_sessions, until
+from tests.support.denied import AS_OTHER, OTHER_UID, without_permission
 from tests.support.holder import holder
 from tests.support.leaks import alive
 
@@ -692,6 +693,129 @@ async def test_a_stop_without_watches_takes_the_grace_and_no_longer(
     assert status(leader) == ExitStatus(signal=15)
     assert not alive(child)
     assert bench.escalations == [(9, (child,))]
+
+
+# ------------------------------------------------------------ what may not be signalled
+
+
+def other(seconds: float) -> str:
+    """Return the command of a process of another user, which prints its pid."""
+    return f"{AS_OTHER} sh -c 'echo $$; exec sleep {seconds}'"
+
+
+@pytest.fixture
+def denied() -> Iterator[None]:
+    """Signals to processes of another user are refused in this test."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to become another user")
+    with without_permission():
+        yield
+
+
+async def add_denied(bench: Bench, script: str) -> int:
+    """Start a worker that starts a process of another user; return the pid of that."""
+    await bench.add("bash", "-c", script)
+    return int(bench.line())
+
+
+async def kill(pid: int) -> None:
+    """Kill a process of another user."""
+    subprocess.run(["sh", "-c", f"kill -9 {pid}"], check=True)
+    await until(lambda: not alive(pid))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("denied")
+@pytest.mark.parametrize("leads", [False, True])
+async def test_what_may_not_be_signalled_is_named_after_the_grace(
+    bench: Bench, *, leads: bool
+) -> None:
+    """It is not waited for as long as for what has got SIGKILL: the 10 s of `reap_timeout`."""
+    script = f"exec {other(99)}" if leads else f"{other(99)} & exec sleep 98"
+    pid = await add_denied(bench, script)
+    began = bench.clock.now()
+    survivors = await bench.stop(SHORT)
+    assert 0.2 <= bench.clock.now() - began < 5
+    (one,) = survivors
+    assert isinstance(one, Survivor)
+    assert (one.pid, one.program, one.is_denied) == (pid, "sleep 99", True)
+    assert one.state[0] in "SR"
+    assert f", of {proc.user_of(pid)}, no permission to signal it" in one.state
+    assert bench.escalations == [(9, (pid,))]
+    await kill(pid)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("denied")
+async def test_a_kill_does_not_wait_for_what_may_not_be_signalled(bench: Bench) -> None:
+    pid = await add_denied(bench, f"{other(99)} & exec sleep 98")
+    bench.tree.escalate_to_kill("a second signal")
+    began = bench.clock.now()
+    assert [one.pid for one in await bench.stop(LONG) if isinstance(one, Survivor)] == [pid]
+    assert bench.clock.now() - began < 5
+    await kill(pid)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("denied")
+async def test_what_may_not_be_signalled_may_end_in_the_grace(bench: Bench) -> None:
+    """It ends as a program of `sudo` does: its work is done a little later."""
+    await add_denied(bench, f"{other(0.3)} & exec sleep 98")
+    began = bench.clock.now()
+    assert await bench.stop(LONG) == []
+    assert bench.clock.now() - began < 5
+    assert bench.escalations == []
+
+
+# A leader that becomes another user and waits for a child that saves, as `su` does.
+SU = f"""
+import os, subprocess
+save = "trap 'echo saved; exit' TERM; echo up; sleep 99 & wait"
+child = subprocess.Popen(["bash", "-c", save])
+os.setgroups([])
+os.setresuid(*[{OTHER_UID}] * 3)
+child.wait()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("denied")
+async def test_what_may_not_be_signalled_passes_its_turn_to_its_children(bench: Bench) -> None:
+    """The child saves in the grace: it does not wait for a parent that gets no signal."""
+    leader = await bench.add(sys.executable, "-S", "-c", SU)
+    assert bench.line() == "up"
+    await until(lambda: proc.is_denied(leader.pid), "the leader is another user's")
+    assert await bench.stop(LONG) == []
+    assert bench.rest() == ["saved"]
+    assert bench.escalations == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("denied")
+async def test_what_was_found_below_its_parent_is_named_without_it(bench: Bench) -> None:
+    """Its session, its environment and, in the end, its parent do not tell the job."""
+    hidden = f"env -i PATH=$PATH setsid {other(99)}"
+    leader = await bench.add("bash", "-c", f"({hidden} & exec sleep 98) &")
+    pid = int(bench.line())
+    await asyncio.wait([leader.exited])
+    forever: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    assert not await bench.tree.linger(0.1, forever)
+    assert [one.pid for one in await bench.stop(SHORT) if isinstance(one, Survivor)] == [pid]
+    await kill(pid)
+    assert await bench.stop(LONG) == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("denied")
+async def test_the_sessions_of_what_is_left_stay_listed(bench: Bench) -> None:
+    """The guardian, which is asked to end it, would find nothing without them."""
+    pid = await add_denied(bench, f"{other(99)} &")
+    await bench.stop(SHORT)
+    assert listed_sessions(bench.job) != {}
+    assert [one.pid for one in await bench.tree.wait_reaped(1.0)] == [pid]
+    await kill(pid)
+    assert await bench.stop(LONG) == []
+    assert listed_sessions(bench.job) == {}
 
 
 # ------------------------------------------------------------------ the order of a stop
