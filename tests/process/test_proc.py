@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from elastic_aio.process.proc import (
     read_process,
     ticks_now,
 )
+from tests.support.denied import needs_root
 
 
 def stat_line(name: bytes, *, state: bytes = b"S", threads: int = 1) -> bytes:
@@ -150,3 +152,37 @@ def test_a_process_that_has_ended() -> None:
     with subprocess.Popen(["true"]) as process:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert ended_by_default([process.pid, 2**22 + 1], signal.SIGUSR1) == ()
+
+
+# From a pid namespace below, with the /proc of this one.
+FROM_BELOW = """
+import sys
+from elastic_aio.process import proc
+descriptor = proc.open_pidfd(proc.read_process(int(sys.argv[1])))
+print(proc.send(descriptor, 0), proc.is_denied(int(sys.argv[1])))
+"""
+
+
+@needs_root
+def test_a_process_of_a_namespace_above_refuses_signals() -> None:
+    """The kernel says EINVAL, and not EPERM."""
+    command = ["unshare", "--pid", "--fork", sys.executable, "-c", FROM_BELOW, str(os.getpid())]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if "unshare" in ended.stderr:
+        pytest.skip("needs the right to make a pid namespace")
+    assert ended.stdout == "False True\n", ended.stderr
+
+
+def test_the_user_of_a_process() -> None:
+    name = pwd.getpwuid(os.geteuid()).pw_name
+    assert proc.user_of(os.getpid()) == f"user {name}"
+
+
+@needs_root
+def test_a_user_without_a_name() -> None:
+    command = ["setpriv", "--reuid=54321", "--clear-groups", "sh", "-c", "echo; exec sleep 99"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert proc.user_of(process.pid) == "uid 54321"
+        process.kill()
