@@ -242,10 +242,10 @@ class Orphans:
 
 
 def _is_of_job(pid: int) -> bool:
+    if subreaper.owns_process and os.getpid() != 1:
+        return True  # of another user too: a stop reports it
     try:
         os.kill(pid, 0)
     except OSError:
         return False
-    if subreaper.owns_process and os.getpid() != 1:
-        return True
     return proc.hides_environment(pid)  # otherwise the scan looks for the marker there

@@ -226,10 +226,12 @@ class Process:
         plan = plan or self._plan
         async with self._stopping:
             survivors = await self._tree.stop(plan, lambda number, pids: None)
-            if survivors and await self._guardian.end_job():
+            can_help = any(not survivor.is_denied for survivor in survivors)
+            if can_help and await self._guardian.end_job():
                 survivors = await self._tree.wait_reaped(plan.reap_timeout)
-        for survivor in survivors:
-            _warn(f"process {survivor.pid} of {self._argv[0]} cannot be killed: {survivor.state}")
+        for one in survivors:
+            program = one.program or self._argv[0]
+            _warn(f"process {one.pid} ({program}) cannot be killed: state {one.state}")
 
     @property
     def _started(self) -> Child:

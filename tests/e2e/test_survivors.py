@@ -35,10 +35,11 @@ def check_left(directory: Path, text: str) -> None:
     assert len(re.findall(LEFT.format(pid), text)) == 1, text
 
 
+@pytest.mark.parametrize("new_session", ["", "setsid "])
 @pytest.mark.parametrize("code", [0, 3])
-def test_a_process_of_another_user_is_named(code: int, tmp_path: Path) -> None:
+def test_a_process_of_another_user_is_named(code: int, new_session: str, tmp_path: Path) -> None:
     """No restart follows, and the 10 s of SIGKILL are not waited for."""
-    script = f"{OTHER} until [ -s $NOTES/pid ]; do sleep 0.01; done; exit {code}"
+    script = f"{new_session}{OTHER} until [ -s $NOTES/pid ]; do sleep 0.01; done; exit {code}"
     job = [*RUN, "--max-restarts", "2", "--no-python", "bash", "-c", script]
     ended = run_program(job, env={"NOTES": str(tmp_path)}, seconds=8)
     assert ended.code == code
