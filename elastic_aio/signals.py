@@ -68,7 +68,7 @@ class StopSignals:
         self.numbers = frozenset(numbers)
         self._count = 0
         self._last_at = -math.inf
-        self._is_interrupted = False
+        self._interrupted_at: float | None = None
 
     def meaning(self, number: int) -> int:
         """Return a signal that has arrived, SIGKILL in place of it, or 0 for nothing more.
@@ -79,14 +79,15 @@ class StopSignals:
         if number not in self.numbers:
             return number
         now = time.monotonic()
-        if now - self._last_at < MOMENT_S:
+        last_at, self._last_at = self._last_at, now
+        if number == signal.SIGINT and _is_at_terminal():
+            if self._interrupted_at is not None:
+                return 0 if now - self._interrupted_at < MOMENT_S else signal.SIGKILL
+            self._interrupted_at = now
+        if now - last_at < MOMENT_S:
             return 0
-        self._last_at = now
         self._count += 1
-        was_interrupted = self._is_interrupted
-        self._is_interrupted = number == signal.SIGINT and _is_at_terminal()
-        is_again = was_interrupted and self._is_interrupted
-        return signal.SIGKILL if is_again or self._count > 2 else number
+        return signal.SIGKILL if self._count > 2 else number
 
 
 class _Handlers:

@@ -60,7 +60,8 @@ def printed_by(loop: str, body: str) -> tuple[list[str], int]:
         ("0 TERM, 0.003 TERM, 0.003 HUP", "TERM - -"),
         ("0 TERM, 5 TERM, 5.1 TERM", "TERM TERM -"),  # at the end of each grace of Slurm
         ("0 TERM, 1 HUP, 2 TERM", "TERM HUP KILL"),
-        ("0 TERM, 1 HUP, 1.9 TERM, 2 INT, 7 INT", "TERM HUP - KILL KILL"),
+        ("0 TERM, 1 HUP, 1.9 TERM, 2 INT, 7 INT", "TERM HUP - - KILL"),
+        ("0 TERM, 0.5 TERM, 1 TERM, 1.5 TERM, 2 TERM, 2.5 TERM", "TERM - - - - -"),
         ("0 INT, 1 INT", "INT INT"),
         ("0 USR1, 0 USR1, 0 TERM", "USR1 USR1 TERM"),
     ],
@@ -76,6 +77,8 @@ def test_what_stop_signals_mean(
     ("received", "meanings"),
     [
         ("0 INT, 0.9 INT, 1 INT", "INT - KILL"),
+        ("0 INT, 0.5 INT, 0.9 INT, 1.3 INT", "INT - - KILL"),
+        ("0 TERM, 0.5 INT, 1.6 INT", "TERM - KILL"),
         ("0 TERM, 1 INT", "TERM INT"),
         ("0 INT, 1 TERM", "INT TERM"),
     ],

@@ -105,6 +105,24 @@ def list_pipes(pid: int) -> list[tuple[int, bool, bool]]:
     return pipes
 
 
+def idle_for(pid: int) -> float:
+    """Return for how many seconds no thread of a process has run; 0 if the kernel does not say."""
+    now, ran = _ran_at("self"), [_ran_at(f"{pid}/task/{one}") for one in list_numbers(pid, "task")]
+    return max(0.0, now - max(ran, default=0.0)) / 1000 if now and 0.0 not in ran else 0.0
+
+
+def _ran_at(task: str) -> float:
+    """Return when a thread last began to run, in milliseconds of the scheduler; 0: unknown."""
+    try:
+        with open(f"/proc/{task}/sched", "rb") as file:
+            rows = [row.split(b":") for row in file if row.startswith(b"se.exec_start")]
+    except OSError as error:
+        if error.errno in LACK:
+            raise
+        return 0.0
+    return float(rows[0][1]) if rows else 0.0
+
+
 def local_sockets(pid: int) -> tuple[bool, int]:
     """Return whether others may connect to Unix sockets of a process, and how many have left it."""
     links = (link_of(pid, f"fd/{number}") for number in list_numbers(pid, "fd"))

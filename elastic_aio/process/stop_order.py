@@ -35,6 +35,10 @@ _SHELLS = {"ash", "bash", "busybox", "csh", "dash", "fish", "ksh", "ksh93", "mks
 _SHELLS |= {"tcsh", "yash", "zsh"}
 DRAIN_S = 0.1
 """Seconds for which a process that handles the signal may end before it gets one."""
+_LEAVE_S = 5.0
+"""Seconds for which another one may, that has seen that what it waits for is closed."""
+_SEEN_S = 0.25
+"""Seconds in which a process has run that has seen that."""
 _SIGINT_BIT, _SIGQUIT_BIT = 1 << 1, 1 << 2
 
 
@@ -149,7 +153,10 @@ def may_leave(pid: int) -> bool:
     process that can still read from a pipe waits for that.  By two pipes, a process of
     multiprocessing and its parent notice each other's end: an input without an other end says
     nothing if an output has none either.  The clients of a server come and go, which says nothing.
+    A process that has not run since does not wait for any of that.
     """
+    if proc.idle_for(pid) > _SEEN_S:
+        return False
     pipes = proc.list_pipes(pid)
     if any(is_input and not is_closed for _, is_input, is_closed in pipes):
         return False
@@ -178,8 +185,8 @@ class Leaving:
         since = self._since[identity]
         if since is None:
             return 0.0
-        handles = proc.is_in(process.caught, number)
-        return max(since + DRAIN_S - now, 0.0) if handles else float("inf")
+        limit = DRAIN_S if proc.is_in(process.caught, number) else _LEAVE_S
+        return max(since + limit - now, 0.0)
 
 
 def _pipe(pid: int, descriptor: int) -> str:

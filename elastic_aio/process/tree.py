@@ -513,15 +513,13 @@ class ProcessTree:
                 if proc.needs_continue(process, number):
                     proc.signal_process(process, signal.SIGCONT)  # others may need it
         yielder = Yielder()
-        timers: list[asyncio.Future[Any]] = []
+        rests: list[float] = []
         now = self._clock.now()
         for process in due:
             leader = self._leaders.get(process.pid)
             if leader is None or leader.exited.done():
                 rest = watches.rest(process, number, now) if is_ordered else 0.0
-                if 0 < rest < float("inf"):
-                    timers = timers or [_timer(rest)]
-                    continue
+                rests += [rest] if rest else []
                 self._signal_descendant(process, 0 if rest else number, watches, is_ordered)
             elif process.pid not in watches.leaders:
                 self._signal_leader(process.pid, leader, number, watches, is_ordered)
@@ -532,7 +530,8 @@ class ProcessTree:
         if len(watches.foreground) + len(self._denied) > known:  # the turn is passed on
             return await self._signal_due(processes, number, watches, is_ordered)
         awaited = [leader.exited for pid, leader in self._running() if pid in holders]
-        return [*awaited, *watches.exits(holders), *timers]
+        timer = [_timer(min(rests))] if rests else []
+        return [*awaited, *watches.exits(holders), *timer]
 
     async def staying(self) -> list[proc.ProcEntry]:
         """Return the processes that do not end by themselves soon."""
@@ -679,9 +678,10 @@ class _Watches:
         processes finds the others again.
         """
         identity = process.identity
-        has_room = self.has_room and len(self.exits()) < _WATCHES_MAX
-        self.is_blind |= not has_room and identity not in self._watched
-        if identity in self._watched or (identity in self.signalled and not has_room):
+        is_watched, is_sent = identity in self._watched, not number or identity in self.signalled
+        has_room = not is_watched and self.has_room and len(self.exits()) < _WATCHES_MAX
+        self.is_blind |= not (has_room or is_watched)
+        if is_sent and not has_room:
             return
         try:
             descriptor = proc.open_pidfd(process)
@@ -690,7 +690,7 @@ class _Watches:
             return
         if descriptor is None:
             return
-        if identity not in self.signalled:
+        if not is_sent:
             self.signalled.add(identity)
             if not proc.send(descriptor, number) and proc.is_denied(process.pid):
                 self.denied.add(process.pid)

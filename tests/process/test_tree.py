@@ -996,7 +996,7 @@ if kind != "queue":
 os.close(answers)
 if kind in ("session", "server"):
     os.setsid()
-if kind in ("stdin", "handling"):
+if kind in ("stdin", "handling", "deaf"):
     os.dup2(inputs, 0)
 if kind not in ("descriptor", "session", "watched", "queue"):
     os.close(inputs)
@@ -1014,7 +1014,7 @@ def handle(*_):
 if kind == "handling":
     signal.signal(signal.SIGTERM, handle)
 say(str(os.getpid()))
-if kind in ("watched", "queue", "none", "handling"):
+if kind in ("watched", "queue", "none", "handling", "deaf"):
     while True:
         signal.pause()
 elif kind == "server":
@@ -1077,6 +1077,16 @@ async def test_what_does_not_wait_for_its_leader_gets_the_signal(
     await add_helping(bench, kind, gate)
     assert await bench.stop(LONG) == []
     assert bench.rest() == (["handled"] if kind == "handling" else [])
+
+
+async def test_what_does_not_look_at_its_closed_input_gets_the_signal(
+    bench: Bench, gate: Path
+) -> None:
+    """It has not run since its leader has ended, so it waits for something else."""
+    _, helper = await add_helping(bench, "deaf", gate)
+    await until(lambda: proc.idle_for(helper) > 0.3, "idleness")
+    assert await bench.stop(LONG) == []
+    assert bench.rest() == []
 
 
 # A leader that ends and leaves a parent, which ignores SIGTERM from the start or after the first.
