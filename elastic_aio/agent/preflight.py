@@ -21,6 +21,18 @@ if TYPE_CHECKING:
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _STARTUP: Final = os.path.join(_PACKAGE, "worker", "startup")
 """Directory of the module that the interpreter of a script imports first."""
+
+
+def _version_of_startup() -> tuple[int, int] | None:
+    try:
+        status = os.stat(os.path.join(_STARTUP, "sitecustomize.py"))
+    except OSError:
+        return None  # the package has been removed
+    return status.st_ino, status.st_mtime_ns
+
+
+_VERSION: Final = _version_of_startup()
+"""As this launcher has begun."""
 ACCELERATORS: Final = "elastic_aio.accelerators"
 """Entry point group of functions that return a number of devices, for `nproc_per_node`."""
 
@@ -254,7 +266,8 @@ def startup_env(
     # Empty if the workers are no scripts or modules, or the interpreter would not find the hook.
     former = env.get("PYTHONPATH")
     is_script = isinstance(spec.entrypoint, Script | Module) and spec.start_method == "spawn"
-    if not is_script or former == "" or os.pathsep in _STARTUP:
+    is_ours = os.pathsep not in _STARTUP and _version_of_startup() == _VERSION
+    if not is_script or former == "" or not is_ours:  # of a package that was replaced
         return {}
     path = _STARTUP if former is None else f"{_STARTUP}{os.pathsep}{former}"
     return {"PYTHONPATH": path, **({"ELASTIC_AIO_STARTUP": "1"} if is_watched else {})}

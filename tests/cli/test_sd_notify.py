@@ -101,7 +101,7 @@ def test_a_service_of_a_tree(manager: Manager) -> None:
         job.send(signal.SIGTERM)
         stopping = manager.read_until("STOPPING")[-1]
         assert stopping["STATUS"].endswith("SIGTERM was received")
-        job.send(signal.SIGTERM)
+        job.repeat(signal.SIGTERM)
         assert job.wait() == 128 + signal.SIGTERM
 
 
