@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -155,14 +155,15 @@ async def handle_signals(
             driver.receive(StopReceived(reason, number, received=True))
 
     received.handle = handle
-    async for number in received:
-        if number != signal.SIGTSTP:
-            handle(number)
-            continue
-        try:
-            await driver.suspend_while(partial(received.suspend_process, time.monotonic()))
-        except OSError:
-            pass  # no descriptor is left to scan /proc with: the job goes on
+    try:
+        async for number in received:
+            if number != signal.SIGTSTP:
+                handle(number)
+                continue
+            with suppress(OSError):  # no descriptor is left to scan /proc with: the job goes on
+                await driver.suspend_while(partial(received.suspend_process, time.monotonic()))
+    finally:
+        received.handle = None
 
 
 def run(
