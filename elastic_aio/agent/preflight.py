@@ -266,9 +266,10 @@ def startup_env(
     # Empty if the workers are no scripts or modules, or the interpreter would not find the hook.
     former = env.get("PYTHONPATH")
     is_script = isinstance(spec.entrypoint, Script | Module) and spec.start_method == "spawn"
-    is_ours = os.pathsep not in _STARTUP and _version_of_startup() == _VERSION
-    if not is_script or former == "" or not is_ours:  # of a package that was replaced
+    if not is_script or former == "" or os.pathsep in _STARTUP:
         return {}
+    if _version_of_startup() != _VERSION:
+        return {}  # the package was replaced
     path = _STARTUP if former is None else f"{_STARTUP}{os.pathsep}{former}"
     return {"PYTHONPATH": path, **({"ELASTIC_AIO_STARTUP": "1"} if is_watched else {})}
 
