@@ -337,13 +337,9 @@ class MultiNodeMachine(machine.AgentMachine):
         if self._finish is not None:
             if self._stop is None or not self._is_member or self._is_leaving:
                 return self._done()
-            if self._failures and not self._is_effect:
-                why, code = f"no restart follows: {self._stop.reason}", self._exit_code_of_failure()
-                self._finish = machine.Finish(
-                    JobOutcome(JobState.FAILED, why, code, self._restarts)
-                )
-            elif not self._has_failed:
+            if self._is_effect and not self._has_failed:
                 self._failures = ()  # none of them ends the round
+            self._finish = self._stopped()
             report = base.RoundStopped(self.round, self._failures)
             return [machine.SendReport(report), *self._done(stays=True)]
         if self._all_succeeded and not stopped.failures and self._stopped_round < self.round:
@@ -465,7 +461,13 @@ class MultiNodeMachine(machine.AgentMachine):
         return machine.Finish(JobOutcome(JobState.SUCCEEDED, why, 0, self._restarts))
 
     def _stopped(self) -> machine.Finish:
-        return machine.Finish(self._stopped_outcome(self._restarts))
+        """Return the end by a stop or a notice; a failure before it stays, without a restart."""
+        outcome = self._stopped_outcome(self._restarts)
+        is_granted = self._published_restart > self.attempt
+        if self._stop is not None and self._failures and not (self._is_effect or is_granted):
+            why, code = f"no restart follows: {self._stop.reason}", self._exit_code_of_failure()
+            outcome = JobOutcome(JobState.FAILED, why, code, self._restarts)
+        return machine.Finish(outcome)
 
     # ---------------------------------------------------------------- events
 

@@ -439,7 +439,7 @@ class ProcessTree:
                 watches.has_room = bool(self._reserve) and not self._is_foreign
                 holders = await self._signal_due(alive or [], number, watches, is_ordered)
                 end = self._end_of_kill(end, alive or ()) if is_last else end
-                pending = [*holders, *self._awaited(watches, is_last=is_last)]
+                pending = self._awaited(watches, is_last=is_last) or holders
                 if not alive and not pending:
                     if alive is not None:
                         clean_scans += 1
@@ -495,7 +495,7 @@ class ProcessTree:
         watches: _Watches,
         is_ordered: bool,
     ) -> list[asyncio.Future[Any]]:
-        """Signal and watch the processes whose turn it is; return the exits others wait for."""
+        """Signal and watch the processes whose turn it is; return what others wait for."""
         holders: set[int] = set()
         due, known = processes, len(watches.foreground) + len(self._denied)
         if is_ordered:

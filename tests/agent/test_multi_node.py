@@ -552,7 +552,21 @@ ROWS: dict[str, Row] = {
     "idle: join failed": case(
         JOINED, JoinFailed(HostError("no port")), [Leave("no port")], P.LEAVING
     ),
-    "idle: a stop is received between two rounds": case(IDLE, STOP, [Leave("enough")], P.LEAVING),
+    "idle: a stop is received after a failure": case(
+        IDLE, STOP, [Leave("no restart follows: enough")], P.LEAVING
+    ),
+    "idle: a stop is received after a failure by its signal": case(
+        [*FAILING, group_stopped(failure(2, code=143))],
+        StopReceived("SIGTERM was received", 15),
+        [Leave("SIGTERM was received")],
+        P.LEAVING,
+    ),
+    "idle: a stop is received before the restart": case(
+        [*IDLE, InstructionReceived(RestartPending(FAILED_THERE))],
+        STOP,
+        [Leave("enough")],
+        P.LEAVING,
+    ),
     # --------------------------------------------------------------- starting
     "starting: group started": case(STARTING, STARTED, [SendReport(RoundStarted(7))], P.RUNNING),
     "starting: group started, all done": case(

@@ -1048,6 +1048,7 @@ async def test_a_helper_that_ends_after_its_leader_gets_no_signal(
 ) -> None:
     """It finishes what it does at the end of the leader, and is waited for as long as it lives."""
     _, helper = await add_helping(bench, kind, gate)
+    monkeypatch.setattr("elastic_aio.process.stop_order._LEAVE_S", 1000.0)
     scans = Scans(monkeypatch)
     task = asyncio.create_task(bench.stop(LONG))
     assert await bench.next_line() == "reads no more"
