@@ -266,8 +266,11 @@ async def test_a_check_ends_with_its_node(
         pid = int(pid_file.read_text())
         if number == signal.SIGKILL:
             await node.kill()
-        else:
+        elif moment == "first":
             await node.stops(number)
+        else:  # it has failed before
+            node.send(number)
+            assert (await node.ended()).code == 3
         await until(lambda: not alive(pid))
         if moment != "first":
             await cluster.workers(host, attempt=2, world_size=1)

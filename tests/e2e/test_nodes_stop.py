@@ -20,6 +20,7 @@ from elastic_aio import (
     StopRequested,
     WorkerExited,
 )
+from elastic_aio.signals import MOMENT_S
 from tests.support.cluster import AT_ONCE_S, Cluster, within
 from tests.support.leaks import alive
 
@@ -120,15 +121,19 @@ async def test_all_nodes_at_once(tmp_path: Path) -> None:
         assert not any(alive(worker.pid) for worker in workers)
 
 
-async def test_a_second_signal_kills(tmp_path: Path) -> None:
-    """Workers that do not stop are killed at the second signal."""
+async def test_the_third_signal_kills(tmp_path: Path) -> None:
+    """Workers that do not stop are killed, and the second signal means no more than the first."""
     async with Cluster(tmp_path, 2) as cluster:
         host, other = await cluster.start_all(2)
         (worker,) = await other.workers()
         assert await other.ask(worker, "ignore_sigterm") == "ignore_sigterm"
         other.send(signal.SIGTERM)
-        await other.event(StopRequested)  # equal signals that are pending merge (signal(7))
-        await other.stops(seconds=AT_ONCE_S)
+        await other.event(StopRequested)
+        for _ in range(2):
+            assert alive(worker.pid)
+            await asyncio.sleep(MOMENT_S + 0.05)  # what is tested: time that passes
+            other.send(signal.SIGTERM)
+        assert (await other.ended(AT_ONCE_S)).code == 143
         assert not alive(worker.pid)
         await host.event(RoundForming, joined=1, since=1)
 
