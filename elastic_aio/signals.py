@@ -205,6 +205,7 @@ class _Handlers:
 
 
 _handlers = _Handlers()
+os.register_at_fork(after_in_child=_handlers.forget)
 
 
 unread: set[ReceivedSignals] = set()
@@ -219,9 +220,6 @@ def deliver() -> None:
     """
     for receiver in [*unread]:
         receiver.deliver()
-
-
-os.register_at_fork(after_in_child=_handlers.forget)
 
 
 @contextmanager
@@ -311,19 +309,14 @@ class ReceivedSignals:
 
     def put(self, number: int) -> None:
         """Add a signal that has arrived; called by the handler."""
-        arrived = number
-        if not (number := self.stops.meaning(arrived)):
-            if (
-                arrived == signal.SIGTERM
-                and self._unread
-                and self._unread[-1] in self.stops.numbers
-            ):
-                self._unread[-1] = (
-                    arrived  # programs save at it, whichever handler was called first
-                )
+        meaning = self.stops.meaning(number)
+        if not meaning:
+            if number == signal.SIGTERM and self._unread and self._unread[-1] in self.stops.numbers:
+                # Programs save at it, whichever handler was called first.
+                self._unread[-1] = number
             return
-        self.on_signal(number)
-        self._unread.append(number)
+        self.on_signal(meaning)
+        self._unread.append(meaning)
         if self.handle is not None:
             unread.add(self)
         if self._waiter is not None and self._loop is not None and not self._loop.is_closed():
