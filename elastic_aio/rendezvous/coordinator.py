@@ -28,8 +28,10 @@ Rules
   members' failures are a consequence, even though they are reported first.  There are two
   exceptions: a code of `never_on`, and a lost member that had acknowledged the order to stop, so
   that it was alive after the failure.
-* The signal that stops a node may reach its workers before the agent.  So a node that leaves, and
-  whose workers a stop signal has ended, has not failed.
+* A node that leaves makes workers of other nodes fail, which may be reported first.  So a failure
+  is a consequence of a node that began to leave before it knew of a failure.  The signal that stops
+  a node may reach its workers before the agent, so that this is also said of a node that leaves and
+  whose workers a stop signal has ended.
 * Members whose workers run learn, a second later, that another member has succeeded: their workers
   may wait for one that has exited too early.
 * An excluded member takes part in no further round until it has said that it may (see `formation`).
@@ -153,7 +155,7 @@ def supervise(state: CoordinatorState) -> None:
         # All nodes stop at once, so that their workers save together.
         if record.status.drain_reason and not state.has_succeeded(record):
             state.add_change_reason(f"{record.name} {leaving(record)}")
-            state.round.is_excused |= not state.has_failed(record)
+            state.round.is_excused |= state.has_left_first(record)
     failed = next(filter(state.has_failed, active), None)
     if failed is not None:
         state.round.stop_reason = f"a worker on {failed.name} has failed"
@@ -474,7 +476,7 @@ def decide_restart(state: CoordinatorState) -> None:
         current.stop_time = state.now - current.failed_at
     members = [one for one in active if state.has_placement(one)]
     for record in members:
-        if state.has_left_by_signal(record):
+        if state.has_left_first(record):
             state.add_change_reason(f"{record.name} {leaving(record)}")
             current.is_excused = True
     state.budget.has_progress = state.has_progress

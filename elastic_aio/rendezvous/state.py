@@ -620,7 +620,7 @@ class CoordinatorState:
                 # A member that has seen the order to stop was alive after the failure.
                 saw_failure = isinstance(record.sent, StopRound) and record.has_acked
                 is_clear = is_lost or bool(record.status.drain_reason)
-                if not (is_clear and saw_failure) or self.has_left_by_signal(record):
+                if not (is_clear and saw_failure) or self.has_left_first(record):
                     self.round.is_excused = True
         elif self.phase is CoordinatorPhase.RECOVERING and not is_lost:
             self.round.gone[member] = record  # it may be done: the round is not known yet
@@ -750,12 +750,16 @@ class CoordinatorState:
         there = [*self.active(), *self.round.gone.values()]
         return any(one.status.has_progress and self.has_placement(one) for one in there)
 
-    def has_left_by_signal(self, record: MemberRecord) -> bool:
-        """Whether a member leaves by a signal that has ended its workers before."""
+    def has_left_first(self, record: MemberRecord) -> bool:
+        """Whether a member began to leave before a failure that may be a consequence of this.
+
+        Or it leaves by a signal that has ended its workers before.
+        """
         status = record.status
         codes = {one.status.shell_code for one in status.failures if not one.is_victim}
         is_ended = bool(codes) and codes <= _STOP_CODES
-        return is_ended and bool(status.drain_reason) and self.has_placement(record)
+        is_first = status.drained_first or is_ended or not self.has_placement(record)
+        return is_first and bool(status.drain_reason)
 
     def has_succeeded(self, record: MemberRecord) -> bool:
         """Whether all workers of the round on a member have succeeded."""

@@ -1609,7 +1609,7 @@ MUTATIONS: Final = (
     Mutation(
         "failure-excused-by-a-later-drain",
         "rendezvous/coordinator.py",
-        "state.round.is_excused |= not state.has_failed(record)",
+        "state.round.is_excused |= state.has_left_first(record)",
         "state.round.is_excused = True",
         "a failure that is seen together with a drain counts",
         _RENDEZVOUS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from signal import SIGTERM
 
 import pytest
@@ -264,6 +265,31 @@ def test_a_failure_by_the_signal_that_drains_a_node_costs_no_restart(code: int) 
         assert harness.ranks == {"a": 0}
     else:
         assert harness.outcome.state is JobState.FAILED
+
+
+@pytest.mark.parametrize("knows", [False, True])
+def test_a_failure_is_a_consequence_of_a_node_that_left_before_it_knew(knows: bool) -> None:
+    """The failure of a is reported first, and b drains before or after it is told to stop."""
+    harness = CoordinatorHarness(RoundSettings(1, 2), "a", "b", max_restarts=0)
+    harness.stop_slowly("b")
+    harness.drop_orders("b")
+    harness.members["a"].report(RoundFailing(0, "failed"))
+    harness.settle()
+    steps: list[Callable[[], object]] = [
+        lambda: harness.perform("b", harness.members["b"].on_order(harness.dropped["b"])),
+        lambda: harness.members["b"].report(NodeDraining("SIGTERM was received")),
+    ]
+    for step in steps if knows else reversed(steps):
+        step()
+    harness.settle()
+    harness.members["b"].report(RoundStopped(0))
+    harness.lose("b", is_lost=False)
+    harness.members["a"].report(RoundStopped(0, (failure(0),)))
+    harness.settle(1)
+    if knows:
+        assert harness.outcome.state is JobState.FAILED
+    else:
+        assert harness.ranks == {"a": 0}
 
 
 def test_a_failure_is_not_excused_by_a_drain_that_is_seen_with_it() -> None:
