@@ -28,10 +28,10 @@ Rules
   members' failures are a consequence, even though they are reported first.  There are two
   exceptions: a code of `never_on`, and a lost member that had acknowledged the order to stop, so
   that it was alive after the failure.
-* A node that leaves makes workers of other nodes fail, which may be reported first.  So a failure
-  is a consequence of a node that began to leave before it knew of a failure.  The signal that stops
-  a node may reach its workers before the agent, so that this is also said of a node that leaves and
-  whose workers a stop signal has ended.
+* A node that leaves makes workers of other nodes fail, which may be reported a moment before.  The
+  signal that stops a node may reach its workers before the agent, so that a failure of workers that
+  a stop signal has ended is none of a node that leaves.  Any other failure counts, also of a node
+  that has left since.
 * Members whose workers run learn, a second later, that another member has succeeded: their workers
   may wait for one that has exited too early.
 * An excluded member takes part in no further round until it has said that it may (see `formation`).
@@ -156,7 +156,7 @@ def supervise(state: CoordinatorState) -> None:
         if record.status.drain_reason and not state.has_succeeded(record):
             state.add_change_reason(f"{record.name} {leaving(record)}")
             state.round.is_excused |= state.has_left_first(record)
-    failed = next(filter(state.has_failed, active), None)
+    failed = next(filter(state.has_failed, state.accountable()), None)
     if failed is not None:
         state.round.stop_reason = f"a worker on {failed.name} has failed"
         state.round.failed_at = state.now
@@ -474,7 +474,7 @@ def decide_restart(state: CoordinatorState) -> None:
     current = state.round
     if current.failed_at is not None:
         current.stop_time = state.now - current.failed_at
-    members = [one for one in active if state.has_placement(one)]
+    members = state.accountable()
     for record in members:
         if state.has_left_first(record):
             state.add_change_reason(f"{record.name} {leaving(record)}")

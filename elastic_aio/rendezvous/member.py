@@ -240,9 +240,7 @@ class Member:
     def report(self, report: base.Report) -> list[MemberEffect]:
         """Take a report of the agent; one of another round is dropped.  Return the effects."""
         if isinstance(report, base.NodeDraining):
-            is_running = self.status.phase is messages.MemberPhase.RUNNING
-            is_first = is_running and self._stopping < self.status.round
-            self._update(drain_reason=messages.sanitize(report.why), drained_first=is_first)
+            self._update(drain_reason=messages.sanitize(report.why))
         elif isinstance(report, base.PreemptionNoticed):
             notice = replace(report.change, why=messages.sanitize(report.change.why))
             self._update(preemption=notice, change=notice.number)

@@ -99,7 +99,6 @@ class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
         exclusion: why it takes part in no round for a time; empty if it does.
         outcome: how the job has ended, if it has seen that.
         drain_reason: why it stops its workers, and leaves then; empty if it does not.
-        drained_first: whether it began to drain before it knew of a failure of the round.
         is_leaving: it takes part no more, and none of its workers is left.
         policy: its settings that all nodes should have alike and are not the defaults, by name.
         stop_time: seconds that a stop of its workers takes at most.
@@ -145,7 +144,6 @@ class MemberStatus(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     exclusion: str = ""
     outcome: JobOutcome | None = None
     drain_reason: str = ""
-    drained_first: bool = False
     is_leaving: bool = False
     policy: dict[str, str] = {}
     stop_time: float = 0.0

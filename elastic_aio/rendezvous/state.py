@@ -157,6 +157,8 @@ class MemberRecord:
     """Local monotonic time less the member's Unix time, by the status that arrived fastest."""
     offset_at: float = 0.0
     """When that status arrived."""
+    left_at: float = math.inf
+    """When it was first known to leave, in monotonic seconds."""
 
     def observe(self, status: messages.MemberStatus, now: float) -> None:
         """Take a status that has arrived at `now`, in monotonic seconds."""
@@ -168,6 +170,8 @@ class MemberRecord:
         if self.arrived_at < self.joined_at or former != (status.placement, status.moves):
             self.arrived_at = now
         self.status = status
+        if status.drain_reason or status.is_leaving:
+            self.left_at = min(now, self.left_at)
         # Exact but for the time on the way, which is never negative.
         if now - status.sent_at <= self.offset_bound(now):
             self.offset, self.offset_at = now - status.sent_at, now
@@ -387,6 +391,9 @@ _REPEAT_S = 15.0
 
 _HELD_BACK_S = 0.5
 """Seconds by which a status is late that a suspended store or a partition has held back."""
+
+_TOGETHER_S = 0.2
+"""Seconds from a failure to the news that another node leaves whose workers have ended before."""
 
 _STOP_CODES = {129, 130, 131, 143}
 """The shell's exit codes of what SIGHUP, SIGINT, SIGQUIT and SIGTERM have ended."""
@@ -612,6 +619,8 @@ class CoordinatorState:
         self.visits.observe_departure(record, now)
         if is_lost and record.status.members_done < self.round.size:
             self.unsure_until = now + self.settings.heartbeat_timeout
+        if not is_lost:
+            record.left_at = min(now, record.left_at)
         if member in self.round.placements:
             self.round.gone[member] = record
             if not self.has_succeeded(record):
@@ -619,9 +628,8 @@ class CoordinatorState:
                 self.round.has_lost_member = self.round.has_lost_member or is_lost
                 # A member that has seen the order to stop was alive after the failure.
                 saw_failure = isinstance(record.sent, StopRound) and record.has_acked
-                is_clear = is_lost or bool(record.status.drain_reason)
-                if not (is_clear and saw_failure) or self.has_left_first(record):
-                    self.round.is_excused = True
+                is_excused = not saw_failure if is_lost else self.has_left_first(record)
+                self.round.is_excused |= is_excused
         elif self.phase is CoordinatorPhase.RECOVERING and not is_lost:
             self.round.gone[member] = record  # it may be done: the round is not known yet
         if self.phase is CoordinatorPhase.ENDING:
@@ -658,6 +666,13 @@ class CoordinatorState:
     def active(self) -> list[MemberRecord]:
         """Return the present members of the round."""
         return [self.members[member] for member in self.round.placements if member in self.members]
+
+    def accountable(self) -> list[MemberRecord]:
+        """Return the members whose failures of the round count: present ones, and those that have
+        failed and left since; a failure of a lost one may be a consequence of its loss."""
+        gone = [one for one in self.round.gone.values() if one.left_at < math.inf]
+        left = [one for one in gone if self.has_failed(one) and not self.has_left_first(one)]
+        return [*filter(self.has_placement, self.active()), *left]
 
     def unplaced(self) -> list[MemberRecord]:
         """Return the eligible members without a placement in the round."""
@@ -751,15 +766,17 @@ class CoordinatorState:
         return any(one.status.has_progress and self.has_placement(one) for one in there)
 
     def has_left_first(self, record: MemberRecord) -> bool:
-        """Whether a member began to leave before a failure that may be a consequence of this.
+        """Whether a failure of the round may be a consequence of a member that leaves.
 
-        Or it leaves by a signal that has ended its workers before.
+        It was known to leave before the failure, or so soon after that its workers may have ended
+        first.  Its own failure is no consequence, unless the signal to leave has ended its workers.
         """
-        status = record.status
-        codes = {one.status.shell_code for one in status.failures if not one.is_victim}
-        is_ended = bool(codes) and codes <= _STOP_CODES
-        is_first = status.drained_first or is_ended or not self.has_placement(record)
-        return is_first and bool(status.drain_reason)
+        if self.has_failed(record):
+            failures = record.status.failures
+            codes = {one.status.shell_code for one in failures if not one.is_victim}
+            return bool(codes) and codes <= _STOP_CODES and record.left_at < math.inf
+        failed_at = self.now if self.round.failed_at is None else self.round.failed_at
+        return record.left_at <= failed_at + _TOGETHER_S
 
     def has_succeeded(self, record: MemberRecord) -> bool:
         """Whether all workers of the round on a member have succeeded."""

@@ -1588,7 +1588,7 @@ MUTATIONS: Final = (
         "                self._failed.append(child)\n",
         "                pass\n",
         "a failure before a stop counts",
-        _SUPERVISOR + "test_what_children_do_before_they_are_stopped_counts",
+        _SUPERVISOR + "test_what_children_do_before_a_stop_counts",
     ),
     Mutation(
         "end-after-a-stop-counts",
@@ -1616,10 +1616,28 @@ MUTATIONS: Final = (
         + "test_node_losses.py::test_a_failure_is_not_excused_by_a_drain_that_is_seen_with_it",
     ),
     Mutation(
+        "later-leave-excuses",
+        "rendezvous/state.py",
+        "return record.left_at <= failed_at + _TOGETHER_S",
+        "return record.left_at < math.inf",
+        "a failure is no consequence of a node that leaves later",
+        _RENDEZVOUS
+        + "test_node_losses.py::"
+        + "test_a_failure_is_a_consequence_of_a_node_that_leaves_at_that_moment",
+    ),
+    Mutation(
+        "failure-of-the-departed-forgotten",
+        "rendezvous/state.py",
+        "return [*filter(self.has_placement, self.active()), *left]",
+        "return [*filter(self.has_placement, self.active())]",
+        "a failure counts also if its node leaves before the others have stopped",
+        _RENDEZVOUS + "test_node_losses.py::test_a_failure_of_a_node_that_has_left_since_counts",
+    ),
+    Mutation(
         "any-failure-of-a-leaving-node-excused",
         "rendezvous/state.py",
-        "is_ended = bool(codes) and codes <= _STOP_CODES",
-        "is_ended = bool(codes)",
+        "return bool(codes) and codes <= _STOP_CODES and",
+        "return bool(codes) and",
         "only what a stop signal has ended is excused by the drain that follows",
         _RENDEZVOUS
         + "test_node_losses.py::test_a_failure_by_the_signal_that_drains_a_node_costs_no_restart",

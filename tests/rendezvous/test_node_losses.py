@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from signal import SIGTERM
 
 import pytest
@@ -267,29 +266,51 @@ def test_a_failure_by_the_signal_that_drains_a_node_costs_no_restart(code: int) 
         assert harness.outcome.state is JobState.FAILED
 
 
-@pytest.mark.parametrize("knows", [False, True])
-def test_a_failure_is_a_consequence_of_a_node_that_left_before_it_knew(knows: bool) -> None:
-    """The failure of a is reported first, and b drains before or after it is told to stop."""
+@pytest.mark.parametrize("seconds", [0.1, 0.3])
+@pytest.mark.parametrize("drains", [True, False])
+def test_a_failure_is_a_consequence_of_a_node_that_leaves_at_that_moment(
+    seconds: float, drains: bool
+) -> None:
+    """The workers of b end before the news that it leaves: the failure of a is reported first."""
     harness = CoordinatorHarness(RoundSettings(1, 2), "a", "b", max_restarts=0)
     harness.stop_slowly("b")
-    harness.drop_orders("b")
     harness.members["a"].report(RoundFailing(0, "failed"))
     harness.settle()
-    steps: list[Callable[[], object]] = [
-        lambda: harness.perform("b", harness.members["b"].on_order(harness.dropped["b"])),
-        lambda: harness.members["b"].report(NodeDraining("SIGTERM was received")),
-    ]
-    for step in steps if knows else reversed(steps):
-        step()
-    harness.settle()
-    harness.members["b"].report(RoundStopped(0))
+    if not drains:
+        harness.members["b"].report(RoundStopped(0))
+    harness.settle(seconds)
+    if drains:
+        harness.members["b"].report(NodeDraining("SIGTERM was received"))
+        harness.settle()
+        harness.settle(seconds + 5)
+        harness.members["b"].report(RoundStopped(0))
     harness.lose("b", is_lost=False)
     harness.members["a"].report(RoundStopped(0, (failure(0),)))
-    harness.settle(1)
-    if knows:
+    harness.settle(seconds + 6)
+    if seconds > 0.2:
         assert harness.outcome.state is JobState.FAILED
     else:
         assert harness.ranks == {"a": 0}
+
+
+@pytest.mark.parametrize("max_restarts", [0, 1])
+def test_a_failure_of_a_node_that_has_left_since_counts(max_restarts: int) -> None:
+    """It was stopped after its failure, while a saved."""
+    harness = CoordinatorHarness(RoundSettings(1, 2), "a", "b", max_restarts=max_restarts)
+    harness.stop_slowly("a")
+    harness.fail("b", failure(1))
+    harness.settle(1)
+    harness.members["b"].report(NodeDraining("SIGTERM was received"))
+    harness.settle()
+    harness.lose("b", is_lost=False)
+    harness.members["a"].report(RoundStopped(0))
+    harness.settle()
+    if max_restarts:
+        assert harness.ranks == {"a": 0}
+        assert harness.numbers("a") == (1, 1, 1, 0)
+    else:
+        assert harness.outcome.state is JobState.FAILED
+        assert harness.outcome.failures == (failure(1),)
 
 
 def test_a_failure_is_not_excused_by_a_drain_that_is_seen_with_it() -> None:
