@@ -155,7 +155,11 @@ SETUPS: dict[tuple[str, str], Setup] = {
     ("control.md", "socat -"): Setup(
         needs="socat",
         **MY_RUN,
-        replaced={"PID-NAME.sock": '"$(ls "$XDG_RUNTIME_DIR/elastic_aio" | grep sock$)"'},
+        replaced={
+            # The tests have a directory of sockets of their own.
+            "XDG_RUNTIME_DIR/elastic_aio": "ELASTIC_AIO_CONTROL_DIR",
+            "PID-NAME.sock": '"$(ls "$ELASTIC_AIO_CONTROL_DIR" | grep sock$)"',
+        },
     ),
     ("embed.md", "import uvicorn"): Setup(needs="uvicorn"),
     ("embed.md", "sys.exit(3)"): Setup(prints=("3 rank ... exit code 3",)),
