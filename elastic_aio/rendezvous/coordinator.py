@@ -24,14 +24,14 @@ Rules
   policy is consulted once, with the earliest failure.  Changes of the membership cost no restart,
   but rounds that lose a node have a budget of their own.
 * A member can request another round of the same members.  It costs no restart.
-* If a member of the round has left or was lost, the restart policy is not consulted: the other
-  members' failures are a consequence, even though they are reported first.  There are two
-  exceptions: a code of `never_on`, and a lost member that had acknowledged the order to stop, so
-  that it was alive after the failure.
-* A node that leaves makes workers of other nodes fail, which may be reported a moment before.  The
-  signal that stops a node may reach its workers before the agent, so that a failure of workers that
-  a stop signal has ended is none of a node that leaves.  Any other failure counts, also of a node
-  that has left since.
+* If a member of the round was lost, the restart policy is not consulted: the other members'
+  failures are a consequence, even though they are reported first.  There are two exceptions: a code
+  of `never_on`, and a member that had acknowledged the order to stop, so that it was alive after
+  the failure.
+* Failures are likewise a consequence of a member that was known to leave before them, or a moment
+  later.  The signal that stops a node may reach its workers before the agent, so that a failure of
+  workers that a stop signal has ended is none of a member that leaves.  Any other failure counts,
+  also of a member that has left since.
 * Members whose workers run learn, a second later, that another member has succeeded: their workers
   may wait for one that has exited too early.
 * An excluded member takes part in no further round until it has said that it may (see `formation`).

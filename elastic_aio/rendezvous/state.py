@@ -170,7 +170,7 @@ class MemberRecord:
         if self.arrived_at < self.joined_at or former != (status.placement, status.moves):
             self.arrived_at = now
         self.status = status
-        if status.drain_reason or status.is_leaving:
+        if status.drain_reason:
             self.left_at = min(now, self.left_at)
         # Exact but for the time on the way, which is never negative.
         if now - status.sent_at <= self.offset_bound(now):

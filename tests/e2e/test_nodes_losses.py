@@ -73,6 +73,7 @@ async def test_sigterm_to_one_agent_never_fails_the_job(order: str, tmp_path: Pa
         await other.stops()
         formed = await host.event(RoundFormed, world_size=1, seconds=5)
         assert formed.changes == 1
+        assert 1 <= formed.attempt <= 1 + max_restarts
         await cluster.succeed(host, attempt=formed.attempt)
 
 
