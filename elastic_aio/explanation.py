@@ -16,7 +16,7 @@ from elastic_aio import child_events, events, node_events
 from elastic_aio.events import Event
 from elastic_aio.outcome import Failure
 from elastic_aio.status import Level
-from elastic_aio.text import counted
+from elastic_aio.text import counted, printable
 
 _TAIL_LINES: Final = 3
 
@@ -68,9 +68,11 @@ WAITS: Final = (node_events.RoundForming, node_events.RoundWaiting)
 
 
 def step_of(event: Event) -> Step | None:
-    """Return the step that an event is; None if it explains nothing."""
+    """Return the step that an event is, in printable words; None if it explains nothing."""
     if (step := _decision(event)) is not None:
-        return replace(step, text=f"{event.child}: {step.text}") if event.child else step
+        text = f"{event.child}: {step.text}" if event.child else step.text
+        evidence = tuple(map(printable, step.evidence))
+        return replace(step, text=printable(text), rule=printable(step.rule), evidence=evidence)
     is_shown = event.level >= Level.WARNING or isinstance(event, _SHOWN)
     return Step(event.time, event.sentence) if is_shown else None
 

@@ -22,7 +22,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Final
 
-import msgspec
 from msgspec.structs import replace
 
 from elastic_aio.errors import SpecError
@@ -32,8 +31,8 @@ from elastic_aio.logs.files import RunDirectory
 from elastic_aio.logs.log_file import open_log
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.status import JobStatus
-from elastic_aio.text import error_reason
-from elastic_aio.value import to_json
+from elastic_aio.text import error_reason, shown_bytes
+from elastic_aio.value import from_json, to_json
 from elastic_aio.worker.errorfile import replace_file
 
 RUN_FILE: Final = "run.json"
@@ -88,8 +87,8 @@ class JobRecord(JobStatus, frozen=True, kw_only=True):
     def decode(cls, content: bytes) -> JobRecord:
         """Read what `encode` has returned, or raise a ValueError; unknown fields are left out."""
         try:
-            record = msgspec.json.decode(content, type=cls)
-        except (msgspec.DecodeError, RecursionError) as error:
+            record = from_json(content, cls)
+        except ValueError as error:
             raise ValueError(f"is no record of a run: {error}") from None
         if record.schema > SCHEMA:
             raise ValueError(f"is of schema {record.schema}, newer than this reader ({SCHEMA})")
@@ -284,8 +283,7 @@ def _write_into(
         if lines:
             _append(f"{directory}/{EVENTS_FILE}", lines)
         if report:
-            text = report.encode("utf-8", "backslashreplace")
-            replace_file(f"{directory}/{REPORT_FILE}", text)
+            replace_file(f"{directory}/{REPORT_FILE}", shown_bytes(report))
     finally:
         content = replace(record, directory=directory).encode()
         room = 0 if record.ended_at is not None else 2048 + 512 * len(record.workers)

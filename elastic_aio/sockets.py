@@ -14,7 +14,7 @@ from typing import Any, Final
 from elastic_aio.aio import run_in_thread
 from elastic_aio.errors import HostError
 from elastic_aio.spec.checks import format_host_port
-from elastic_aio.text import one_line
+from elastic_aio.text import one_line, os_text
 
 Address = tuple[socket.AddressFamily, tuple[Any, ...]]
 """A family, and an address as the socket functions of that family take it."""
@@ -360,4 +360,4 @@ def _command(pid: int) -> str:
             words = file.read().split(b"\0")
     except OSError:
         return "a process"
-    return one_line(b" ".join(words).decode(errors="replace"), _COMMAND_LENGTH)
+    return one_line(os_text(b" ".join(words)), _COMMAND_LENGTH)

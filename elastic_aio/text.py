@@ -1,10 +1,16 @@
-"""Short texts for messages: counted, truncated, on one line, and fit for JSON."""
+"""Short texts for messages: counted, truncated, on one line; and text of the operating system.
+
+Paths, arguments, names and values of variables may have bytes that are not UTF-8.  Python reads
+them as lone surrogates (PEP 383).  As data, such a text is the same wherever it is read: `os_bytes`
+and `os_text` where bytes are stored, `value.to_json` and `value.from_json` in JSON.  Where people
+read it, it is escaped, as in `\\udcff`.
+"""
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Final
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
@@ -68,22 +74,19 @@ def one_line(text: str, limit: int | None = None) -> str:
     White space and control characters become single spaces, so that text from another host or
     process can neither break a line nor move a terminal's cursor.
     """
-    printable = "".join(char if char.isprintable() else " " for char in text)
-    line = " ".join(printable.split())
+    line = " ".join(printable(text).split())
     return line if limit is None else truncate(line, limit)
 
 
 def printable(text: str) -> str:
     """Return `text` with spaces in place of control characters, such as a terminal's.
 
-    Tabs and lone surrogates stay: a stream shows surrogates by its own rules.
+    Tabs stay, and lone surrogates are escaped.
     """
     if text.isprintable():
         return text
-    return "".join(
-        char if char.isprintable() or char == "\t" or "\ud800" <= char <= "\udfff" else " "
-        for char in text
-    )
+    text = escape_surrogates(text)
+    return "".join(char if char.isprintable() or char == "\t" else " " for char in text)
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
@@ -112,18 +115,20 @@ def format_value(value: object, limit: int = 120) -> str:
 
 
 def escape_surrogates(text: str) -> str:
-    """Return `text` with each lone surrogate, which UTF-8 cannot carry, as `\\udcXX`."""
-    # Python decodes the bytes of paths and arguments that are not UTF-8 to such surrogates.
-    return text.encode("utf-8", "backslashreplace").decode()
+    """Return `text` for people: each lone surrogate, which no console takes, as `\\udcXX`."""
+    return shown_bytes(text).decode()
 
 
-def jsonable(value: Any) -> Any:
-    """Return a copy of plain data (dicts, lists, texts) without lone surrogates."""
-    match value:
-        case str():
-            return escape_surrogates(value)
-        case dict():
-            return {jsonable(key): jsonable(item) for key, item in value.items()}
-        case list() | tuple():
-            return [jsonable(item) for item in value]
-    return value
+def shown_bytes(text: str) -> bytes:
+    """Return the UTF-8 of `escape_surrogates`, for a console."""
+    return text.encode("utf-8", "backslashreplace")
+
+
+def os_bytes(text: str) -> bytes:
+    """Return the bytes of a text of the operating system, as `os.fsencode`."""
+    return text.encode("utf-8", "surrogateescape")
+
+
+def os_text(data: bytes) -> str:
+    """Return the text of such bytes, the reverse of `os_bytes`."""
+    return data.decode("utf-8", "surrogateescape")

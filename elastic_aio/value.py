@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
-from typing import Any, ClassVar
+import json
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Final, TypeVar
 
 import msgspec
 
-from elastic_aio.text import jsonable
+_T = TypeVar("_T")
 
 _encoder = msgspec.json.Encoder()
 
@@ -64,9 +66,40 @@ def dataclass_fields(
     return found
 
 
+# In JSON: what is no surrogate alone; a byte that is not UTF-8 (PEP 383); another surrogate.
+_ESCAPES: Final = rb"(?i)(\\\\|\\ud[89ab]..\\ud[c-f]..)|(\\udc[89a-f][0-9a-f])|\\ud[89a-f].."
+
+
 def to_json(value: object) -> bytes:
-    """Return a value or plain data as JSON in UTF-8; lone surrogates are escaped."""
+    """Return a value or plain data as JSON in UTF-8, which `from_json` reads.
+
+    Text of the operating system may have bytes that are not UTF-8.  JSON has such a byte as
+    `\\udcXX`, as Python's `json` has: it reads the same text.
+    """
     try:
         return _encoder.encode(value)
-    except UnicodeEncodeError:  # a path or an argument that is not UTF-8
-        return _encoder.encode(jsonable(msgspec.to_builtins(value)))
+    except UnicodeEncodeError:
+        text = json.dumps(msgspec.to_builtins(value, str_keys=True))
+        plain = json.loads(text, parse_constant=lambda _: None)  # JSON has no NaN
+        content = json.dumps(plain, separators=(",", ":")).encode("ascii")
+        return re.sub(_ESCAPES, lambda one: one[0] if one.lastindex else b"\\" + one[0], content)
+
+
+def from_json(content: bytes, kind: type[_T]) -> _T:
+    """Return what `to_json` has written, or raise a ValueError: it is no JSON, or another kind."""
+    try:
+        try:
+            value: _T = _decoder(kind).decode(content)
+            return value
+        except msgspec.DecodeError:
+            # msgspec reads no lone surrogate.  It has to accept all else.
+            checked = re.sub(_ESCAPES, lambda one: b"\\ufffd" if one[2] else one[0], content)
+            if checked == content:
+                raise
+        _decoder(kind).decode(checked)
+        return msgspec.convert(json.loads(content), kind, str_keys=True)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+_decoder: Callable[[Any], msgspec.json.Decoder[Any]] = functools.cache(msgspec.json.Decoder)

@@ -169,8 +169,8 @@ def test_other_texts_are_a_value_error(line: str | bytes) -> None:
 
 
 @pytest.mark.parametrize("text", ["\ud800", "caf\udce9", "/logs/\udcff/x"])
-def test_lone_surrogates_are_escaped(text: str) -> None:
-    """A path or message that is not UTF-8 must not stop the event file."""
+def test_an_event_with_any_text_is_read_again(text: str) -> None:
+    """A path that is not UTF-8 is the same path, so that it can be opened."""
     started = JobStarted(
         entrypoint=text,
         nproc_per_node=1,
@@ -180,8 +180,12 @@ def test_lone_surrogates_are_escaped(text: str) -> None:
         log_dir=text,
     )
     line = event_to_json(started)
-    line.decode("utf-8")
-    assert isinstance(event_from_json(line), JobStarted)
+    read = event_from_json(line)
+    assert event_from_json(line.decode("utf-8")) == read
+    assert isinstance(read, JobStarted)
+    assert read.log_dir == (text if text != "\ud800" else r"\ud800")
+    assert read.sentence == started.sentence
+    assert read.sentence.isprintable()
 
 
 def test_the_decoder_checks_types() -> None:

@@ -69,7 +69,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_record_can_be_read_again() -> None:
     assert JobRecord.decode(ENDED.encode()) == ENDED
     odd = JobRecord(run_id="\udcff", command=("\udc80", "ä\n"))
-    assert JobRecord.decode(odd.encode()).command == ("\\udc80", "ä\n")
+    assert JobRecord.decode(odd.encode()) == odd
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,25 @@
-"""Texts for messages: numbers with nouns, truncation, one line, no lone surrogates."""
+"""Texts for messages: numbers with nouns, truncation, one line; text of the operating system."""
 
 from __future__ import annotations
 
-import json
+import os
+from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastic_aio.text import (
     abridge,
     counted,
     error_reason,
     format_value,
-    jsonable,
     lower_first,
     one_line,
+    os_bytes,
+    os_text,
+    printable,
+    shown_bytes,
     truncate,
 )
 
@@ -42,7 +48,7 @@ def test_a_long_text_keeps_its_ends() -> None:
 
 def test_control_characters_cannot_leave_the_line() -> None:
     """Not even the escape that begins a terminal's commands, nor Unicode's own newline."""
-    assert one_line("\x1b[2Ja\r\n b\u2028c\udcff ") == "[2Ja b c"
+    assert one_line("\x1b[2Ja\r\n b\u2028c\udcff ") == r"[2Ja b c\udcff"
     assert one_line("a b c", 4) == "a b…"
 
 
@@ -64,12 +70,19 @@ def test_a_value_is_shown_as_one_line(value: object, text: str) -> None:
     assert format_value(value) == text
 
 
-def test_json_can_carry_any_text() -> None:
-    """Lone surrogates are escaped wherever they stand; other values stay as they are."""
-    odd = {"a\udcff": ["b\ud800", ("é", None)], "n": 1}
-    plain = jsonable(odd)
-    assert plain == {"a\\udcff": ["b\\ud800", ["é", None]], "n": 1}
-    assert json.dumps(plain, ensure_ascii=False).encode()
+@given(st.binary())
+def test_bytes_of_the_operating_system_are_a_text_and_back(data: bytes) -> None:
+    """The same as for `os`, which pure modules do without."""
+    text = os_text(data)
+    assert text == os.fsdecode(data)
+    assert os_bytes(text) == os.fsencode(text) == data
+
+
+@pytest.mark.parametrize("show", [one_line, printable, lambda text: shown_bytes(text).decode()])
+@pytest.mark.parametrize("text", ["caf\udce9", "\ud800", "/é/\udc80/x"])
+def test_a_text_for_people_is_escaped(show: Callable[[str], str], text: str) -> None:
+    """As in Python's own messages, so that a name is not mistaken for another."""
+    assert show(text) == text.encode("utf-8", "backslashreplace").decode()
 
 
 @pytest.mark.parametrize(

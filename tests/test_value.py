@@ -5,17 +5,24 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
+import os
 import pickle
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastic_aio import ExitStatus, JobFailed, LaunchResult, NodeRange, RendezvousSpec, SpecError
-from elastic_aio.outcome import AttemptResult, Goodput, JobState, WorkerResult
+from elastic_aio.outcome import AttemptResult, Failure, Goodput, JobState, WorkerResult
 from elastic_aio.spec.rendezvous import EngineSpec
 from elastic_aio.spec.restart import Backoff
-from elastic_aio.value import Value, to_json
+from elastic_aio.text import escape_surrogates
+from elastic_aio.value import Value, from_json, to_json
+from elastic_aio.worker_error import WorkerError
 
 WORKER = WorkerResult(1, 0, 7, ExitStatus(code=3), 0.5, stderr_tail="tail", return_value=[4])
 VALUES = [NodeRange(1, 3), Backoff(initial=2.0), EngineSpec(user="u", password="secret"), WORKER]
@@ -99,7 +106,79 @@ def test_the_repr_of_a_result_and_of_its_error_is_a_short_line() -> None:
 
 
 def test_json_has_any_text() -> None:
-    """Of a value, and of plain data with a value in it."""
+    """Of a value, and of plain data with a value in it; Python's own reader finds the same text."""
     odd = Backoff(initial=2.0), ExitStatus(code=3), "b\udcff"
-    assert json.loads(to_json(odd))[1:] == [{"code": 3, "signal": None}, "b\\udcff"]
+    assert json.loads(to_json(odd))[1:] == [{"code": 3, "signal": None}, "b\udcff"]
     assert to_json({"n": WORKER}) == b'{"n":' + to_json(WORKER) + b"}"
+
+
+OS_TEXTS = st.binary(max_size=20).map(os.fsdecode) | st.text('\\ud8fcé\udcff\udc80"', max_size=20)
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 63), 1 << 63) | OS_TEXTS
+    | st.floats(allow_nan=False, allow_infinity=False),
+    lambda inner: st.lists(inner) | st.dictionaries(OS_TEXTS, inner),
+)  # fmt: skip
+
+
+@given(PLAIN)
+def test_text_of_the_operating_system_is_the_same_after_json(value: object) -> None:
+    """As text and as the name of a field, beside texts that look like an escape."""
+    content = to_json(value)
+    content.decode("utf-8")
+    assert from_json(content, Any) == json.loads(content) == value
+
+
+@given(OS_TEXTS, OS_TEXTS)
+def test_a_value_is_the_same_after_json(text: str, path: str) -> None:
+    error = WorkerError(text, None, 1.5, path)
+    failure = Failure(1, 0, 7, "h", ExitStatus(code=3), 1.0, 0, error=error, notes=(text, path))
+    assert from_json(to_json(failure), Failure) == failure
+
+
+@given(st.text(st.characters(codec=None) | st.characters(categories=["Cs"])))
+def test_json_has_no_other_surrogate(text: str) -> None:
+    """What no name or path can have is escaped, as for people; halves of a character join."""
+    read = from_json(to_json([text]), list[str])[0]
+    os.fsencode(read)
+    joined = text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+    assert escape_surrogates(read) == escape_surrogates(joined)
+
+
+def test_numbers_that_json_lacks_are_null_beside_any_text() -> None:
+    for text in "x", "\udcff":
+        assert json.loads(to_json([math.nan, -math.inf, text])) == [None, None, text]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[" * 100_000,
+        b'"\xff"',
+        b"[1]",
+        *(
+            b'{"text":"\\udcff"%b}' % rest
+            for rest in (
+                b",",
+                b',"other":"\xff"',
+                b',"other":"\xed\xb3\xbf"',
+                b',"other":"\\ud800"',
+                b',"number":NaN',
+                b',"number":1e999',
+                b',"number":"1"',
+                b',"more":' + b"[" * 100_000,
+            )
+        ),
+    ],
+    ids=lambda content: repr(content[:40]),
+)
+def test_other_bytes_are_no_json(content: bytes) -> None:
+    """A text that is not UTF-8 lets nothing else in."""
+    with pytest.raises(ValueError, match=r"."):
+        from_json(content, Texts)
+
+
+class Texts(msgspec.Struct):
+    text: str
+    other: str = ""
+    number: float = 0.0

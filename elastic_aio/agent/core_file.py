@@ -19,7 +19,7 @@ def core_note(pid: int, directory: str, since: float) -> str:
     systemd, which may have kept one, the line is a command.
     """
     with suppress(OSError):
-        with open(_PATTERN, errors="replace") as pattern_file, open(_USES_PID) as uses_pid:
+        with open(_PATTERN, errors="surrogateescape") as pattern_file, open(_USES_PID) as uses_pid:
             pattern, has_pid = pattern_file.read().strip(), uses_pid.read().strip() != "0"
         if pattern.startswith("|"):
             return f"core dump: coredumpctl info {pid}" if "systemd-coredump" in pattern else ""

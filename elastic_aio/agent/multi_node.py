@@ -111,7 +111,6 @@ from elastic_aio.outcome import (
 from elastic_aio.rendezvous import base
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.stop import StopPlan
-from elastic_aio.text import escape_surrogates
 
 _SUCCESS = "all workers have finished"
 
@@ -518,8 +517,7 @@ def _merge(job: Sequence[Failure], own: Sequence[Failure]) -> tuple[Failure, ...
 
 def _with_notes(failure: Failure, notes: Sequence[str]) -> Failure:
     """Return a failure with those `notes` of its copy that are not the ends of its own notes."""
-    own = [escape_surrogates(note) for note in failure.notes]
-    added = [note for note in notes if not any(one.endswith(note) for one in own)]
+    added = [note for note in notes if not any(one.endswith(note) for one in failure.notes)]
     return replace(failure, notes=(*added, *failure.notes)) if added else failure
 
 

@@ -18,6 +18,7 @@ from typing import Final
 from msgspec import Struct
 
 from elastic_aio.spec.checks import UsageError, format_host_port, invalid_value, parse_int
+from elastic_aio.text import os_bytes
 
 Env = Mapping[str, str]
 
@@ -64,7 +65,7 @@ class Allocation(Struct, frozen=True, kw_only=True):
 
     @property
     def port(self) -> int:
-        return _FIRST_PORT + zlib.crc32(self.run_id.encode()) % _PORTS
+        return _FIRST_PORT + zlib.crc32(os_bytes(self.run_id)) % _PORTS
 
 
 def find_allocation(env: Env, fqdn: Callable[[], str] = lambda: "") -> Allocation | None:

@@ -57,7 +57,7 @@ from elastic_aio.process import proc
 from elastic_aio.process.rusage import with_usage
 from elastic_aio.spec.checks import signal_number
 from elastic_aio.status import Event, JobStatus
-from elastic_aio.text import counted, error_reason, format_value, one_line
+from elastic_aio.text import counted, error_reason, format_value, one_line, printable
 
 NO_JOB: Final = "no job of this user runs on this host"
 ANSWER_S: Final = 10.0
@@ -255,7 +255,7 @@ class JobClient:
 
     async def events(self, after: int = -1, *, follow: bool = False) -> AsyncGenerator[Event, None]:
         """Iterate over the events after the number `after`; with `follow` to the end of the job."""
-        from elastic_aio.event_json import event_from_json  # most requests read no event
+        from elastic_aio.event_json import event_from_fields  # most requests read no event
 
         async with self._request(GetEvents(after=after, follow=follow)) as channel:
             limit = None if follow else self._timeout
@@ -263,7 +263,7 @@ class JobClient:
                 reply = await self._receive(channel, limit, EventReply, DoneReply)
                 if not isinstance(reply, EventReply):
                     break
-                yield event_from_json(bytes(reply.event))
+                yield event_from_fields(reply.event)
 
     async def stop(
         self,
@@ -416,12 +416,12 @@ class CommandClient(JobClient):
     @contextmanager
     def following(self, after: int) -> Iterator[Callable[[float], Event | None]]:
         """Yield a function that returns the next event, or None after so many seconds."""
-        from elastic_aio.event_json import event_from_json
+        from elastic_aio.event_json import event_from_fields
 
         def following(seconds: float) -> Event | None:
             with suppress(TimeoutError):
                 reply = run_blocking(self._receive(channel, seconds, EventReply))
-                return event_from_json(bytes(reply.event))
+                return event_from_fields(reply.event)
             return None
 
         request = self._request(GetEvents(after=after, follow=True))
@@ -570,7 +570,7 @@ def matches(
     if not name:
         return []
     begins = begins and not _is_short_number(name)
-    exact = [job for job in jobs if name in (str(job.pid), _run_id(job))]
+    exact = [job for job in jobs if name in (str(job.pid), _run_id(job), printable(_run_id(job)))]
     programs = [(job, job.status.entrypoint) for job in jobs if job.status is not None]
     named = [job for job, path in programs if name in (path, os.path.basename(path))]
     return exact or named or [job for job in jobs if begins and _run_id(job).startswith(name)]

@@ -7,15 +7,14 @@ Readers ignore unknown fields, and the version grows when a field changes its me
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
-import msgspec
-from msgspec import Raw, Struct
+from msgspec import Struct
 
 from elastic_aio.errors import ControlError
 from elastic_aio.outcome import JobState
 from elastic_aio.status import JobStatus
-from elastic_aio.value import to_json
+from elastic_aio.value import from_json, to_json
 
 VERSION: Final = 1
 
@@ -134,9 +133,9 @@ class StatusReply(Struct, frozen=True, tag_field="reply", tag="status"):
 
 
 class EventReply(Struct, frozen=True, tag_field="reply", tag="event"):
-    """One event, in its own JSON form."""
+    """One event, in its own JSON form: `Raw` where it is written, the object where it is read."""
 
-    event: Raw
+    event: Any
 
 
 class EndReply(Struct, frozen=True, tag_field="reply", tag="end"):
@@ -171,11 +170,8 @@ class ErrorReply(Struct, frozen=True, tag_field="reply", tag="error"):
 
 
 Reply = AcceptedReply | StatusReply | EventReply | EndReply | DoneReply | DumpReply | ErrorReply
-
-_requests: msgspec.json.Decoder[ControlRequest] = msgspec.json.Decoder(ControlRequest)
-_replies: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
-# Invalid UTF-8 is not always a DecodeError, and deep nesting is a RecursionError.
-_DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_REQUEST: Final[Any] = ControlRequest
+_REPLY: Final[Any] = Reply
 
 
 class _RequestHead(Struct):
@@ -190,17 +186,19 @@ def encode(message: ControlRequest | Reply) -> bytes:
 def decode_request(line: bytes) -> ControlRequest:
     """Read a request; raise a ControlError if it is none, or of another version."""
     try:
-        if (version := msgspec.json.decode(line, type=_RequestHead).version) != VERSION:
+        if (version := from_json(line, _RequestHead).version) != VERSION:
             problem = f"must be {VERSION} (got {version}): the client is of another release"
             raise ControlError(f"version: {problem}")
-        return _requests.decode(line)
-    except _DECODE_ERRORS as error:
+        request: ControlRequest = from_json(line, _REQUEST)
+        return request
+    except ValueError as error:
         raise ControlError(f"request: is not valid: {error}") from None
 
 
 def decode_reply(line: bytes) -> Reply:
     """Read a reply; raise a ControlError if it is none."""
     try:
-        return _replies.decode(line)
-    except _DECODE_ERRORS as error:
+        reply: Reply = from_json(line, _REPLY)
+        return reply
+    except ValueError as error:
         raise ControlError(f"the answer is not valid: {error}") from None

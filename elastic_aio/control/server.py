@@ -18,14 +18,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
-from msgspec.json import encode
-
 from elastic_aio.aio import ForkGuard, create_task
 from elastic_aio.control.sockets import is_peer_allowed, make_directory, socket_name
 from elastic_aio.errors import ControlError
 from elastic_aio.process.adopted import subreaper
 from elastic_aio.sockets import Acceptor
 from elastic_aio.text import error_reason, format_value
+from elastic_aio.value import to_json
 
 if TYPE_CHECKING:
     from elastic_aio.control.session import ControlledJob
@@ -192,4 +191,4 @@ class ControlServer:
 def refuse(connection: socket.socket, problem: str) -> None:
     """Answer without a request, and close the connection."""
     with connection, suppress(OSError):
-        connection.send(encode({"reply": "error", "problem": problem}) + b"\n")
+        connection.send(to_json({"reply": "error", "problem": problem}) + b"\n")

@@ -95,7 +95,7 @@ def _interface_addresses() -> Iterable[str]:
     """Yield the IPv4 address of each interface with an address, netdevice(7)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
-            request = struct.pack("16s24x", name.encode())
+            request = struct.pack("16s24x", os.fsencode(name))
             try:
                 reply = fcntl.ioctl(sock, _SIOCGIFADDR, request)
             except OSError:

@@ -55,7 +55,6 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Final, TypeVar
 
-import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -63,12 +62,12 @@ from elastic_aio.aio import random_bytes, wall_clock
 from elastic_aio.errors import StoreLost
 from elastic_aio.outcome import EndCause, Failure, JobOutcome, JobState
 from elastic_aio.store import Lease, Store
+from elastic_aio.text import os_bytes, os_text
+from elastic_aio.value import from_json, to_json
 
 OWNER_KEY: Final = "elastic_aio/owner"
 
 _T = TypeVar("_T")
-
-_encoder = msgspec.json.Encoder()
 
 _NODE = "node"
 _CLAIM = "claim"
@@ -196,8 +195,8 @@ async def record_end(store: Store, lease: Lease, end: RunEnd) -> RunEnd | None:
     Return the standing end: another coordinator may have been first.  None: the job has moved to
     another store.  Where the lease has ended, no end is recorded.
     """
-    claim = _encoder.encode(replace(end, is_final=False))
-    final = _encoder.encode(end)
+    claim = to_json(replace(end, is_final=False))
+    final = to_json(end)
     former = b""
     while True:
         present = await lease.compare_set("end", former, claim)
@@ -215,7 +214,7 @@ async def record_end(store: Store, lease: Lease, end: RunEnd) -> RunEnd | None:
 
 async def restore_end(store: Store, outcome: JobOutcome, ended_at: float) -> None:
     """Record, for a member, an ordered end that an engine has lost when it failed over."""
-    await store.compare_set("end", b"", _encoder.encode(end_of(outcome, ended_at)))
+    await store.compare_set("end", b"", to_json(end_of(outcome, ended_at)))
 
 
 def end_of(outcome: JobOutcome, ended_at: float) -> RunEnd:
@@ -234,20 +233,20 @@ def end_of(outcome: JobOutcome, ended_at: float) -> RunEnd:
 
 async def claim_move(store: Store, job: str) -> bool:
     """Claim that this job goes on in `job`, elsewhere; return False if it has ended here."""
-    claim = _encoder.encode(RunMove(job))
+    claim = to_json(RunMove(job))
     present = await store.compare_set("end", b"", claim)
     return present == claim or decode_move(present) is not None
 
 
 async def record_move(store: Store, job: str) -> bool:
     """Make the claim of a move final; return False if the job has ended here since."""
-    claim, final = (_encoder.encode(RunMove(job, is_final)) for is_final in (False, True))
+    claim, final = (to_json(RunMove(job, is_final)) for is_final in (False, True))
     return decode_move(await store.compare_set("end", claim, final)) is not None
 
 
 async def undo_move(store: Store, job: str) -> None:
     """Withdraw the claim of a move."""
-    await store.compare_set("end", _encoder.encode(RunMove(job)), b"")
+    await store.compare_set("end", to_json(RunMove(job)), b"")
 
 
 def decode_value(value: bytes | None, kind: type[_T]) -> _T | None:
@@ -255,14 +254,14 @@ def decode_value(value: bytes | None, kind: type[_T]) -> _T | None:
     if not value:
         return None
     try:
-        return msgspec.json.decode(value, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return from_json(value, kind)
+    except ValueError:
         return None
 
 
 def owner_value(run_id: str, *, is_node: bool) -> bytes:
     """Return the value of `OWNER_KEY`; with `is_node`, a node of the run serves the store."""
-    return f"{_NODE if is_node else _CLAIM}/{run_id}".encode()
+    return os_bytes(f"{_NODE if is_node else _CLAIM}/{run_id}")
 
 
 async def claim_store(store: Store, run_id: str, *, is_first_node: bool) -> str:
@@ -272,7 +271,7 @@ async def claim_store(store: Store, run_id: str, *, is_first_node: bool) -> str:
     """
     claim = owner_value(run_id, is_node=False)
     value = await store.compare_set(OWNER_KEY, b"", claim)
-    kind, _, owner = value.decode("utf-8", "replace").partition("/")
+    kind, _, owner = os_text(value).partition("/")
     if owner != run_id:
         remedy = "" if kind == _NODE else " until `aio-elastic gc` removes it"
         return f"it belongs to the run {owner!r}{remedy}"
@@ -424,7 +423,7 @@ async def _begin_next(
     generation = 0 if record is None else record.generation + 1
     name = job or random_bytes(8).hex()
     mine = RunRecord(generation, name, wall_clock(), bool(job), program)
-    wanted = _encoder.encode(mine)
+    wanted = to_json(mine)
     if await store.compare_set(run_key(run_id), former, wanted) != wanted:
         return None
     if generation > 1:
@@ -456,7 +455,7 @@ async def _add_former(store: Store, run_id: str, former: FormerJob) -> FormerJob
         if standing := [one for one in listed if one.job == former.job]:
             return standing[0]
         kept = [one for one in listed if former.at - _KEPT_S < one.at]
-        wanted = _encoder.encode([*kept, former][-_KEPT_MAX:])
+        wanted = to_json([*kept, former][-_KEPT_MAX:])
         present = await store.compare_set(key, value, wanted)
         if present == wanted:
             return former

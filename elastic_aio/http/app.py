@@ -28,6 +28,7 @@ from elastic_aio.http.openmetrics import CONTENT_TYPE, format_metrics
 from elastic_aio.logs.log_file import read_end
 from elastic_aio.ranks import format_ranks
 from elastic_aio.status import JobStatus
+from elastic_aio.text import shown_bytes
 from elastic_aio.value import to_json
 
 try:
@@ -304,5 +305,5 @@ async def _messages(
 
 def answer(body: str | bytes, code: int = 200, kind: str = "text/plain", **fields: str) -> Response:
     """Return an answer that no cache keeps, with further header `fields`."""
-    content = body.encode("utf-8", "backslashreplace") if isinstance(body, str) else body
+    content = shown_bytes(body) if isinstance(body, str) else body
     return Response(content, code, _HEADERS | fields, kind)

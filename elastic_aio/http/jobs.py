@@ -32,6 +32,7 @@ from elastic_aio.http.server import AppServer, ListenedJob
 from elastic_aio.logs.inotify import InotifyWatcher
 from elastic_aio.record import JobRecord, recorded_runs
 from elastic_aio.status import JobStatus
+from elastic_aio.text import printable
 from elastic_aio.value import to_json
 
 T = TypeVar("T")
@@ -80,7 +81,8 @@ class _ShownRun(JobPages):
         return status.identity if status.started_at else self.name
 
     def is_named(self, name: str) -> bool:
-        return name in (self.name, str(self.pid or self.name), self.known().run_id)
+        run_id = self.known().run_id
+        return name in (self.name, str(self.pid or self.name), run_id, printable(run_id))
 
     def row(self, *, answers: bool = False) -> dict[str, object]:
         """Return what the list says of the run."""
@@ -142,7 +144,7 @@ class _FollowedRun(_ShownRun):
                         on_change()
         except ControlError as error:  # it was killed, is gone already, or has too many clients
             self.is_refused = type(error) is ControlError
-        except (ValueError, RecursionError):  # another release has other events
+        except ValueError:  # another release has other events
             with suppress(ControlError):
                 await client.wait()
         self.ended_at = time.time()

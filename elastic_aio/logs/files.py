@@ -159,7 +159,7 @@ class RunDirectory:
             self.job = job
             with suppress(OSError):  # the disk is full, and takes no logs either
                 os.ftruncate(self._lock, 0)
-                os.pwrite(self._lock, job.encode(errors="replace"), 0)
+                os.pwrite(self._lock, os.fsencode(job), 0)
 
     def note_node(self, node: NodeRecord) -> None:
         """Note which node this is, in a directory that several nodes may share."""
@@ -301,7 +301,7 @@ class RunDirectory:
         for name in os.listdir(parent):
             path = f"{parent}/{name}"
             with suppress(OSError), _open_lock(path) as lock:  # or it is no directory of ours
-                job = os.read(lock, _JOB_MAX).decode(errors="replace") or path
+                job = os.fsdecode(os.read(lock, _JOB_MAX)) or path
                 runs[job].append((os.fstat(lock).st_mtime, path))
                 if _is_held(lock):
                     kept.add(job)

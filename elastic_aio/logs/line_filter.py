@@ -7,6 +7,8 @@ import os
 import stat
 from collections.abc import Callable, Sequence
 
+from elastic_aio.text import os_bytes
+
 
 class LineFilter:
     """Copies lines of one stream to a file that all workers of a node share.
@@ -20,7 +22,7 @@ class LineFilter:
     ) -> None:
         """Append to `path` the lines with one of `texts`; `on_error` gets the first error."""
         self._path = path
-        self._texts = [text.encode("utf-8", "surrogateescape") for text in texts]
+        self._texts = [*map(os_bytes, texts)]
         self._on_error: Callable[[OSError], None] | None = on_error
 
     def __repr__(self) -> str:

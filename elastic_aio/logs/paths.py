@@ -16,10 +16,10 @@ from __future__ import annotations
 import re
 from enum import Enum
 
-import msgspec
 from msgspec import Struct
 
 from elastic_aio.spec.logs import LogLayout, LogLayoutContext, LogSpec, Std
+from elastic_aio.value import from_json, to_json
 
 
 class StreamTarget(Enum):
@@ -103,12 +103,12 @@ class NodeRecord(Struct, frozen=True, kw_only=True):
     """The group rank in the last round; None before the first."""
 
     def encode(self) -> bytes:
-        return msgspec.json.encode(self) + b"\n"
+        return to_json(self) + b"\n"
 
     @classmethod
     def decode(cls, content: bytes) -> NodeRecord:
         """Read what `encode` has returned, or raise a ValueError; unknown fields are left out."""
-        return msgspec.json.decode(content, type=cls)
+        return from_json(content, cls)
 
 
 def attempt_directory(run_directory: str, attempt: int) -> str:

@@ -332,11 +332,11 @@ def program_of(pid: int) -> tuple[int, int, int] | None:
 
 def name_of(pid: int) -> str:
     try:
-        words = (read(pid, "cmdline") or b"").decode("utf-8", "replace").split("\0")
+        words = os.fsdecode(read(pid, "cmdline") or b"").split("\0")
         # A word with blanks is code, as in `sh -c "sleep 9; upload"`.
         plain = [word for word in words[1:] if word[:1] != "-" and len(word.split()) == 1]
         name = " ".join(word.rpartition("/")[2] for word in [words[0], *plain[:1]]).strip()
-        name = name or (read(pid, "comm") or b"?").decode("utf-8", "replace").strip()
+        name = name or os.fsdecode(read(pid, "comm") or b"?").strip()
     except OSError:
         return "?"  # no descriptor is left
     return f"{name[:37]}..." if len(name) > 40 else name

@@ -425,7 +425,7 @@ def _note_preemption(state: CoordinatorState) -> None:
             continue
         until, left = record.preempted_at, round(max(0.0, record.preempted_at - state.now), 3)
         state.preemption = replace(
-            notice, why=messages.sanitize(notice.why), time_left=left, until=until
+            notice, why=messages.end_of(notice.why), time_left=left, until=until
         )
         attempt = max(0, state.round.attempt)
         state.outbox.publish(PreemptionNotice(attempt=attempt, why=notice.why, time_left=left))

@@ -113,7 +113,7 @@ def decode_event(value: bytes) -> Event | None:
     """Return the event; None if the bytes cannot be decoded."""
     try:
         return event_from_json(value)
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
 
 

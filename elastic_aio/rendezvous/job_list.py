@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Sequence
 from enum import StrEnum
 from typing import Final, Self, TypeVar
 
-import msgspec
 from msgspec import Struct
 
 from elastic_aio.aio import random_bytes
@@ -29,6 +28,7 @@ from elastic_aio.rendezvous.messages import MessageError, decode_status
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.store import Store
 from elastic_aio.store.engine import EngineStore
+from elastic_aio.value import to_json
 
 _AT_ONCE: Final = 16
 """Jobs that are read, or keys that are deleted, at once."""
@@ -183,7 +183,7 @@ async def _remove_at_once(store: EngineStore, run_id: str, record: runs.RunRecor
     return await store.remove_run(
         f"{prefix}/",
         record_key=f"{prefix}/run",
-        record=msgspec.json.encode(record),
+        record=to_json(record),
         members=f"{prefix}/{record.generation}/t/",
     )
 
@@ -192,10 +192,8 @@ async def _remove_slowly(store: Store, run_id: str, record: runs.RunRecord) -> b
     prefix = runs.run_prefix(run_id)
     end = f"{prefix}/{record.generation}/end"
     following = runs.RunRecord(record.generation + 1, random_bytes(8).hex())
-    present = await store.compare_set(
-        f"{prefix}/run", msgspec.json.encode(record), msgspec.json.encode(following)
-    )
-    if present != msgspec.json.encode(following):
+    present = await store.compare_set(f"{prefix}/run", to_json(record), to_json(following))
+    if present != to_json(following):
         return False
     kept = f"{prefix}/{following.generation}/"
     for part in _parts(

@@ -216,12 +216,12 @@ class Member:
         is_longer = present is not None and (wanted is None or wanted > present)
         if is_longer or not self.status.exclusion:
             self._excluded_for, self.is_excluded = wanted, False  # it begins anew
-            self._update(exclusion=messages.sanitize(why))
+            self._update(exclusion=messages.end_of(why))
 
     def extend_exclusion(self, why: str, seconds: float | None = None) -> NodeExcluded:
         """Take part in no round, because of `why`, until `readmit`; return the event of that."""
         self.is_excluded, self.is_standing_by = True, False
-        self._update(exclusion=messages.sanitize(why))
+        self._update(exclusion=messages.end_of(why))
         node = self.status.node
         return NodeExcluded(name=node.name, member=self.name, why=why, seconds=seconds, is_own=True)
 
@@ -240,9 +240,9 @@ class Member:
     def report(self, report: base.Report) -> list[MemberEffect]:
         """Take a report of the agent; one of another round is dropped.  Return the effects."""
         if isinstance(report, base.NodeDraining):
-            self._update(drain_reason=messages.sanitize(report.why))
+            self._update(drain_reason=messages.end_of(report.why))
         elif isinstance(report, base.PreemptionNoticed):
-            notice = replace(report.change, why=messages.sanitize(report.change.why))
+            notice = replace(report.change, why=messages.end_of(report.change.why))
             self._update(preemption=notice, change=notice.number)
         elif report.round == self.status.round:
             self._take(report)
@@ -258,7 +258,7 @@ class Member:
                 if self.status.phase is messages.MemberPhase.RUNNING:
                     self._update(phase=messages.MemberPhase.FAILING)
             case base.RoundStopped(round):
-                reason = messages.sanitize(report.permanent_reason)
+                reason = messages.end_of(report.permanent_reason)
                 self._update(
                     phase=messages.MemberPhase.STOPPED,
                     stopped_round=max(round, self._stopping),
@@ -275,7 +275,7 @@ class Member:
                 self._update(phase=succeeded, stopped_round=stopped, first_success=first)
                 self._update(exclusion="")  # a node on which all workers succeed is fit
             case base.RestartRequested(why=why):
-                self._update(restart_reason=messages.sanitize(why))
+                self._update(restart_reason=messages.end_of(why))
             case base.ExclusionRequested(why=why, seconds=seconds):
                 self.exclude(why, seconds)
             case base.ChangeAgreed(number=number):
@@ -283,7 +283,7 @@ class Member:
 
     def probed(self, round: int, error: str) -> None:
         """Take the result of a probe; `error` is empty if it succeeded."""
-        self._update(probed_round=round, probe_error=messages.sanitize(error))
+        self._update(probed_round=round, probe_error=messages.end_of(error))
 
     # ------------------------------------------------------------------ changes
 

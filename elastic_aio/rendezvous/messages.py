@@ -12,14 +12,13 @@ from dataclasses import replace as with_fields
 from enum import StrEnum
 from typing import Self, TypeVar
 
-import msgspec
 from msgspec import Struct, field
 
 from elastic_aio.node_events import RoundForming
 from elastic_aio.outcome import Failure, JobOutcome
 from elastic_aio.rendezvous import base
 from elastic_aio.spec.restart import HistoryCount, RestartHistory
-from elastic_aio.text import escape_surrogates
+from elastic_aio.value import from_json, to_json
 
 PROTOCOL = 2
 """Version of statuses and orders; members of another version are rejected."""
@@ -294,14 +293,9 @@ class _Version(Struct):
     protocol: int = PROTOCOL
 
 
-_encoder = msgspec.json.Encoder()
-# Invalid UTF-8 is not always a DecodeError, and deep nesting is a RecursionError.
-_DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-
-
 def encode(value: MemberStatus | Order | _Record) -> bytes:
     """Return the JSON of a value that is written into the store."""
-    return _encoder.encode(value)
+    return to_json(value)
 
 
 def decode_status(text: bytes) -> MemberStatus:
@@ -326,8 +320,8 @@ def _decode(text: bytes, kind: type[_T]) -> _T:
     if len(text) > _SIZE_MAX:
         raise MessageError(f"{len(text)} bytes are more than {_SIZE_MAX}")
     try:
-        return msgspec.json.decode(text, type=kind)
-    except _DECODE_ERRORS as error:
+        return from_json(text, kind)
+    except ValueError as error:
         raise MessageError(str(error)) from None
 
 
@@ -384,14 +378,14 @@ def truncate_failure(failure: Failure, room: int = _OTHER_MAX) -> Failure:
     short = failure
     for limit in _TEXTS_MAX:
         short = _truncate(failure, limit)
-        if len(_encoder.encode(short)) <= room:
+        if len(to_json(short)) <= room:
             break
     return short
 
 
-def sanitize(text: str) -> str:
-    """Return the end of a text, without lone surrogates, which JSON cannot carry."""
-    return _end_of(text, _TEXTS_MAX[3])
+def end_of(text: str, limit: int = 1024) -> str:
+    """Return the end of a text."""
+    return text[-limit:]
 
 
 def _truncate(failure: Failure, limit: int) -> Failure:
@@ -401,25 +395,21 @@ def _truncate(failure: Failure, limit: int) -> Failure:
         # The end of a traceback has the exception.
         error = with_fields(
             error,
-            message=_end_of(error.message, limit),
-            traceback=None if trace is None else _end_of(trace, limit),
-            path=_end_of(error.path, limit),
+            message=end_of(error.message, limit),
+            traceback=None if trace is None else end_of(trace, limit),
+            path=end_of(error.path, limit),
         )
     path = failure.stderr_path
     lines = min(_TAIL_MAX, limit // 64)
     tail = failure.stderr_tail[max(0, len(failure.stderr_tail) - lines) :]
     return with_fields(
         failure,
-        host=_end_of(failure.host, min(limit, _NAME_MAX)),
+        host=end_of(failure.host, min(limit, _NAME_MAX)),
         error=error,
-        message=_end_of(failure.message, limit),
-        stderr_tail=tuple(_end_of(line, limit) for line in tail),
-        stderr_path=None if path is None else _end_of(path, limit),
-        notes=tuple(_end_of(note, limit) for note in failure.notes[: min(lines, _FAILURES_MAX)]),
-        reason=escape_surrogates(failure.reason)[:limit],
-        cause=escape_surrogates(failure.cause)[:limit],
+        message=end_of(failure.message, limit),
+        stderr_tail=tuple(end_of(line, limit) for line in tail),
+        stderr_path=None if path is None else end_of(path, limit),
+        notes=tuple(end_of(note, limit) for note in failure.notes[: min(lines, _FAILURES_MAX)]),
+        reason=failure.reason[:limit],
+        cause=failure.cause[:limit],
     )
-
-
-def _end_of(text: str, limit: int) -> str:
-    return escape_surrogates(text[-limit:])[-limit:]

@@ -18,6 +18,7 @@ from elastic_aio.errors import SpecError
 from elastic_aio.ranks import with_local_rank
 from elastic_aio.spec import checks
 from elastic_aio.spec.fields import Converted, SpecValue, field, spec_fields
+from elastic_aio.text import os_bytes
 
 _URL: Final = re.compile(r"(https?)://([^/?#\s]+)([/?][!-~]*)?")
 _PORTS: Final = {"http": 80, "https": 443}
@@ -214,7 +215,7 @@ def _pattern(name: str, value: object) -> str:
 
 def compile_pattern(pattern: str) -> re.Pattern[bytes]:
     """Return a pattern for the bytes of a line."""
-    return re.compile(pattern.encode("utf-8", "surrogateescape"))
+    return re.compile(os_bytes(pattern))
 
 
 KINDS: Final[Mapping[str, Callable[..., Probe]]] = {

@@ -9,6 +9,7 @@ from typing import Final
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.checks import check_keys, checked_items, checked_text, parse_host_port
 from elastic_aio.spec.fields import SpecValue, field, spec_fields
+from elastic_aio.text import os_bytes
 
 _NAME: Final = re.compile(r"[!-9;-~]{1,255}")
 """The name of a descriptor in `LISTEN_FDNAMES`, which colons separate."""
@@ -52,7 +53,7 @@ class SocketSpec(SpecValue, prefix="sockets."):
             return None
         if not path.startswith("/") or path.endswith("/"):
             raise SpecError("sockets", self.address, _FORMS)
-        if len(path.encode("utf-8", "surrogateescape")) > _PATH_MAX:
+        if len(os_bytes(path)) > _PATH_MAX:
             problem = f"must have a path of at most {_PATH_MAX} bytes"
             raise SpecError("sockets", self.address, problem)
         return path

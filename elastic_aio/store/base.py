@@ -23,6 +23,7 @@ from elastic_aio.errors import SpecError, StoreError, StoreLost, StoreTimeout
 from elastic_aio.spec.checks import check_number, checked_items, checked_text
 from elastic_aio.store import replies, wire
 from elastic_aio.store.replies import RawChange, WatchSnapshot
+from elastic_aio.text import os_bytes, os_text
 
 Value = bytes | str
 """A value as it is given; it is kept as bytes, a text in UTF-8."""
@@ -38,8 +39,8 @@ def wire_key(key: str, prefix: str) -> bytes:
     if not isinstance(key, str):
         raise SpecError("key", key, "must be text")
     key = prefix + key
-    # surrogateescape: a torch client's key that is not UTF-8 can be listed and then used.
-    data = b"/" + key.encode("utf-8", "surrogateescape")
+    # A torch client's key that is not UTF-8 can be listed and then used.
+    data = b"/" + os_bytes(key)
     if len(data) > LIMITS.key:
         raise SpecError("key", key, f"must be at most {LIMITS.key - 1} bytes")
     return data
@@ -47,13 +48,13 @@ def wire_key(key: str, prefix: str) -> bytes:
 
 def user_key(key: bytes, prefix: str = "") -> str:
     """Decode a key; the reverse of `wire_key`."""
-    return key[1:].decode("utf-8", "surrogateescape")[len(prefix) :]
+    return os_text(key[1:])[len(prefix) :]
 
 
 def wire_value(value: Value) -> bytes:
     """Encode a value; text as UTF-8."""
     if isinstance(value, str):
-        value = value.encode()
+        value = os_bytes(value)
     elif not isinstance(value, bytes):
         raise SpecError("value", value, "must be bytes or text")
     if len(value) > LIMITS.value:

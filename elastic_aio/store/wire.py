@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, Final
 
+from elastic_aio.text import os_bytes
+
 Request = tuple[int, bytes, Any, int]
 
 MAGIC: Final = 0x3C85F7CE
@@ -180,7 +182,7 @@ def token_proof(token: str, role: bytes, transcript: bytes) -> bytes:
     """
     import hmac  # tokens are rare, and it takes a millisecond
 
-    secret = hmac.digest(b"elastic_aio store", token.encode(), "sha256")
+    secret = hmac.digest(b"elastic_aio store", os_bytes(token), "sha256")
     return hmac.digest(secret, role + transcript + b"\1", "sha256")
 
 

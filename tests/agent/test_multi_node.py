@@ -86,7 +86,6 @@ from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import CAUSE_S, RestartPolicy
 from elastic_aio.spec.stop import StopPlan, StopStep
-from elastic_aio.text import escape_surrogates
 from tests.support.simulated_driver import SimulatedDriver
 
 PLAN = StopPlan((StopStep(2, 5.0), StopStep(15, 3.0)))
@@ -948,7 +947,7 @@ def test_a_failed_rendezvous_is_marked_in_the_outcome() -> None:
 def test_failures_of_our_own_get_the_notes_of_the_coordinator() -> None:
     """And keep those that are cut in the copies of other nodes."""
     early, long = "rank 0 (on b) exited with 0, 2 s before", "stacks: \udcff" + "x" * 300
-    cut = escape_surrogates(long)[-301:]
+    cut = long[-301:]
     own = dataclasses.replace(failure(2), notes=(long, "a note"))
     copy = dataclasses.replace(own, notes=(early, cut))
     ending = JobOutcome(JobState.FAILED, "no restart", 7, failures=(copy,))

@@ -28,7 +28,6 @@ from elastic_aio import (
     Restarting,
     StacksDumped,
     WorkerExited,
-    event_from_json,
     launch,
 )
 from elastic_aio.control import session
@@ -54,6 +53,7 @@ from elastic_aio.control.protocol import (
 )
 from elastic_aio.control.server import ControlServer, refuse
 from elastic_aio.control.sockets import CONTROL_DIR
+from elastic_aio.event_json import event_from_fields
 from elastic_aio.outcome import JobState
 from elastic_aio.process import proc
 from elastic_aio.sockets import Acceptor
@@ -153,9 +153,7 @@ async def test_the_events_so_far() -> None:
     async with controlled(nproc_per_node=2) as (agent, server):
         *events_, last = await in_thread(replies, server.path, GetEvents())
         assert last == DoneReply()
-        events = [
-            event_from_json(bytes(one.event)) for one in events_ if isinstance(one, EventReply)
-        ]
+        events = [event_from_fields(one.event) for one in events_ if isinstance(one, EventReply)]
         assert [event.seq for event in events] == list(range(agent.status().seq + 1))
         later = await in_thread(replies, server.path, GetEvents(after=events[-2].seq))
         assert len(later) == 2
@@ -170,7 +168,7 @@ async def test_events_are_followed_to_the_end() -> None:
         await agent.stop(reason="enough")
     *_, event, last = await following
     assert isinstance(event, EventReply)
-    assert isinstance(event_from_json(bytes(event.event)), JobFinished)
+    assert isinstance(event_from_fields(event.event), JobFinished)
     assert last == DoneReply()
     assert await waiting == EndReply(JobState.STOPPED, "enough", 143)
 

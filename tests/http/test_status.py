@@ -252,8 +252,8 @@ def test_the_status_of_a_worker_says_since_when() -> None:
 
 def test_a_path_that_is_not_text() -> None:
     status = status_after(job_started(entrypoint="\udcff.py"))
-    assert json.loads(get(status, "/status")[1])["entrypoint"] == "\\udcff.py"
-    assert 'entrypoint="\\udcff.py"' in get(status, "/metrics")[1]
+    assert json.loads(get(status, "/status")[1])["entrypoint"] == "\udcff.py"
+    assert r'entrypoint="\\udcff.py"' in get(status, "/metrics")[1]
 
 
 def metrics_of(status: JobStatus, now: float) -> dict[str, list[tuple[dict[str, str], float]]]:

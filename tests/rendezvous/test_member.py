@@ -205,7 +205,7 @@ def test_a_probe_is_reported_until_the_next_round() -> None:
     ordered.member.probed(4, "no route\udc80")
     assert (ordered.member.status.probed_round, ordered.member.status.probe_error) == (
         4,
-        "no route\\udc80",
+        "no route\udc80",
     )
     ordered.order(StartRound(place(4)))
     assert (ordered.member.status.probed_round, ordered.member.status.probe_error) == (-1, "")

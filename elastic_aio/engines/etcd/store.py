@@ -40,6 +40,7 @@ from elastic_aio.store.engine import EngineStore
 from elastic_aio.store.keyspace import prefix_end
 from elastic_aio.store.limits import OperationRefused
 from elastic_aio.store.replies import RawChange, WatchSnapshot
+from elastic_aio.text import os_bytes, os_text
 
 _RESYNC_S: Final = 0.05
 """Seconds before a watch whose history is lost is read anew."""
@@ -57,7 +58,7 @@ class EtcdStore(EngineClient):
     _link: EtcdLink  # type: ignore[mutable-override]  # no other one is assigned
 
     def _prepare(self, access: EngineAccess, key_prefix: str) -> None:
-        self._keys = EtcdKeys(key_prefix.encode())
+        self._keys = EtcdKeys(os_bytes(key_prefix))
         fence = EtcdFence(self._keys.fence(random_bytes(8).hex().encode()))
         self._link = EtcdLink(access, fence, self._on_link_ended)
         self._operations = Operations(self._keys)
@@ -76,7 +77,7 @@ class EtcdStore(EngineClient):
         self._check_open()
         start = self._key(begin)
         names = await self._run(lambda: self._operations.list_branches(start))
-        return [name.decode("utf-8", "surrogateescape") for name in names]
+        return [*map(os_text, names)]
 
     async def remove_run(self, begin: str, *, record_key: str, record: bytes, members: str) -> bool:
         keys = [self._key(begin), self._key(record_key), record, self._key(members)]
@@ -248,7 +249,7 @@ class EtcdStore(EngineClient):
         import hashlib  # OpenSSL is loaded for engines only
 
         # Every client of these keys knows its number, so that any of them renews it.
-        name = self._keys.prefix + b"\0" + self._retained.encode()
+        name = self._keys.prefix + b"\0" + os_bytes(self._retained)
         number = int.from_bytes(hashlib.sha256(name).digest()[:8], "big") >> 1 or 1
         self._operations.lease = number
         if not await self._is_home_alive(deadline):

@@ -30,6 +30,7 @@ from elastic_aio.engines.redis.connection import (
 from elastic_aio.engines.redis.script import DONE, KEYS, LEASE_ENDED, LOST, SCRIPT
 from elastic_aio.errors import StoreError, StoreLost, StoreRefused
 from elastic_aio.store.keyspace import OperationRefused, parse_counter, wrap
+from elastic_aio.text import os_bytes
 
 _SHA: Final = hashlib.sha1(SCRIPT, usedforsecurity=False).hexdigest()
 _BY_HASH: Final = pack_words([b"EVALSHA", _SHA.encode()])
@@ -176,7 +177,7 @@ class RedisLink(EngineLink[RedisConnection]):
         name = self._sentinel or ""
         connection = await self._connect(*sentinel, has_user=False)
         try:
-            command = pack(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", name.encode())
+            command = pack(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", os_bytes(name))
             found = await connection.ask(command)
         finally:
             await connection.aclose()

@@ -23,6 +23,7 @@ from elastic_aio.store.base import FedWatch, HeldLease
 from elastic_aio.store.engine import EngineStore
 from elastic_aio.store.keyspace import prefix_end
 from elastic_aio.store.replies import RawChange, WatchSnapshot
+from elastic_aio.text import os_bytes, os_text
 
 _IDLE: Final = 10.0
 """Seconds between two signs of life of a store without leases."""
@@ -61,7 +62,7 @@ class RedisStore(EngineClient):
     def _prepare(self, access: EngineAccess, key_prefix: str) -> None:
         self._link = RedisLink(access, self._sentinel, self._on_link_ended)
         self._feed = RedisFeed(self._link, _IDLE + 2 * access.attempt_timeout)
-        self._tag = b"{%b}" % _quote(f"{key_prefix}:{self._retained}").encode()
+        self._tag = b"{%b}" % os_bytes(_quote(f"{key_prefix}:{self._retained}"))
         retention = round((self._retention or 0) * 1000)
         self._requests = RedisRequests(self._link, self._tag, retention)
         self._run = self._requests.run
@@ -77,7 +78,7 @@ class RedisStore(EngineClient):
         self._check_open()
         name = self._tag[1:-1]
         marks = await self._requests.scan(b"{%b*}m" % escape(name))
-        found = [_unquote(mark[len(name) + 1 : -2].decode()) for mark in set(marks)]
+        found = [_unquote(os_text(mark[len(name) + 1 : -2])) for mark in set(marks)]
         return [run_id for run_id in found if run_id]
 
     async def remove_run(self, begin: str, *, record_key: str, record: bytes, members: str) -> bool:
