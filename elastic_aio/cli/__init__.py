@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import io
 import os
 import signal
 import sys
@@ -191,7 +192,7 @@ def _run(
 
 
 def _fix_inherited_state() -> None:
-    """Open closed standard streams, and restore an ignored SIGCHLD.
+    """Open closed standard streams, restore an ignored SIGCHLD, and let stdout take any text.
 
     Otherwise the next opened file would become a closed standard stream, and the kernel would
     discard the exit statuses of the workers while SIGCHLD is ignored (wait(2)).
@@ -203,3 +204,5 @@ def _fix_inherited_state() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may know few characters
+        sys.stdout.reconfigure(errors="backslashreplace")

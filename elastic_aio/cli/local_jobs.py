@@ -7,7 +7,6 @@ agents, and need no store and no option.  `logs`, `top`, `why` and `events` choo
 from __future__ import annotations
 
 import functools
-import io
 import os
 import signal
 import sys
@@ -69,8 +68,6 @@ def command(name: str) -> Callable[[Command], Command]:
     def decorate(run: Command) -> Command:
         @functools.wraps(run)
         def main(argv: Sequence[str]) -> int:
-            if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may know few characters
-                sys.stdout.reconfigure(errors="backslashreplace")
             try:
                 code = run(argv)
                 _flush()  # at the exit, an error has another code

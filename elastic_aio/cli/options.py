@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from elastic_aio.spec import checks
 from elastic_aio.spec.fields import Option, SpecValue, spec_fields
-from elastic_aio.text import did_you_mean, one_line
+from elastic_aio.text import did_you_mean, one_line, shown_bytes
 
 if TYPE_CHECKING:
     from elastic_aio.launcher import LoopFactory
@@ -217,7 +217,7 @@ def print_error(command: str, text: str, code: int) -> int:
     if text.startswith("--") and " (got " in text and os.isatty(2):
         hint = f"; see aio-elastic help {text.partition(':')[0]}"
     try:
-        os.write(2, f"{prefix}: {one_line(text)}{hint}\n".encode("utf-8", "replace"))
+        os.write(2, shown_bytes(f"{prefix}: {one_line(text)}{hint}\n"))
     except OSError:
         pass  # closed, full or broken: the exit code remains
     return code

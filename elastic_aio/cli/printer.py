@@ -19,7 +19,7 @@ from elastic_aio.logs.console import LineWriter, Sink, SinkLost, styled
 from elastic_aio.outcome import EndCause, LaunchResult
 from elastic_aio.report import format_failure, format_success
 from elastic_aio.status import Level, StatusTracker
-from elastic_aio.text import format_duration, format_value, one_line
+from elastic_aio.text import format_duration, format_value, one_line, shown_bytes
 
 _NAME: Final = b"aio-elastic: "
 _BOLD: Final = b"\x1b[1m"
@@ -55,15 +55,12 @@ class EventPrinter:
         """Whether to print once that several workers get OMP_NUM_THREADS=1."""
 
     def print_line(self, line: str) -> None:
-        self._writer.put(f"{line}\n".encode("utf-8", "replace"))
+        self._writer.put(shown_bytes(f"{line}\n"))
 
     def print(self, text: str, style: bytes = _BOLD) -> None:
         """Print lines, each with our name, which has a style if there are colors."""
         prefix = styled(_NAME, style if self._is_colored else b"")
-        lines = b"".join(
-            prefix + line.encode("utf-8", "replace") + b"\n" for line in text.split("\n")
-        )
-        self._writer.put(lines)
+        self._writer.put(b"".join(prefix + shown_bytes(f"{one}\n") for one in text.split("\n")))
 
     def warn(self, text: str) -> None:
         if self._level <= Level.WARNING:
@@ -119,7 +116,7 @@ class EventPrinter:
                 self.print(reason, _RED)
             # Half a second for hundreds of long tracebacks.
             report = await run_in_thread(format_failure, error.result, name)
-            self._writer.put(report.encode("utf-8", "replace") + b"\n")
+            self._writer.put(shown_bytes(f"{report}\n"))
         else:
             text = one_line(str(error))
             if error.result.cause is EndCause.RUN_HAD_ENDED:
@@ -175,7 +172,7 @@ class _Countdown:
         loop = asyncio.get_running_loop()
         try:
             while (left := until - loop.time()) > 0:
-                line = f"{text}{format_duration(max(left, 1.0))}{after}".encode("utf-8", "replace")
+                line = shown_bytes(f"{text}{format_duration(max(left, 1.0))}{after}")
                 async with self._sink.lock:
                     await self._sink.show_frame(line, _NAME, self._style)
                 await asyncio.sleep(min(left, 1.0))  # the time itself is what is shown

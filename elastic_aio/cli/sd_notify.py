@@ -20,7 +20,7 @@ from typing import Final
 from elastic_aio.events import Event, JobFinished, StopRequested
 from elastic_aio.node_events import RendezvousStoreAwaited, RoundForming
 from elastic_aio.status import Level, StatusTracker
-from elastic_aio.text import counted, one_line
+from elastic_aio.text import counted, one_line, shown_bytes
 
 _ADDRESS: Final = "NOTIFY_SOCKET"
 _WATCHDOG: Final = "WATCHDOG_USEC"
@@ -113,7 +113,7 @@ class ServiceNotifier:
             return
         message = "\n".join(f"{name}={value}" for name, value in self._unsent.items())
         try:
-            self._socket.sendto(message.encode("utf-8", "replace"), self._address)
+            self._socket.sendto(shown_bytes(message), self._address)
         except BlockingIOError:
             loop = asyncio.get_running_loop()
             if "retry" not in self._timers:

@@ -164,7 +164,7 @@ class _DropLog:
         self._print(str(dropped))
 
     def _print(self, text: str) -> None:
-        line = f"aio-elastic store: {one_line(text)}\n".encode("utf-8", "replace")
+        line = f"aio-elastic store: {one_line(text)}\n".encode()
         self._size += len(line)
         self._writer.put(line)
 

@@ -18,6 +18,8 @@ from string import Template
 from msgspec import Struct
 from msgspec.structs import asdict
 
+from elastic_aio.text import shown_bytes
+
 HELD_MAX = 64 * 1024
 DEFAULT_PREFIX = "[${role}${local_rank}]:"
 
@@ -259,10 +261,10 @@ def make_prefix(
         return fixed_prefix(f"[{worker_name(fields.child, fields.rank)}]:")
     parsed = Template(template or DEFAULT_PREFIX)
     if "timestamp" in parsed.template:
-        return lambda: parsed.safe_substitute(values, timestamp=now()).encode("utf-8", "replace")
+        return lambda: shown_bytes(parsed.safe_substitute(values, timestamp=now()))
     return fixed_prefix(parsed.safe_substitute(values))
 
 
 def fixed_prefix(text: str) -> Callable[[], bytes]:
-    fixed = text.encode("utf-8", "replace")
+    fixed = shown_bytes(text)
     return lambda: fixed

@@ -100,4 +100,4 @@ def write_pending_change(path: str, change: PendingChange | None) -> None:
             os.unlink(path)
         return
     text = f"{change.deadline!r} {change.number}\n{change.reason}"
-    replace_file(path, text.encode(errors="replace"))
+    replace_file(path, text.encode(errors="backslashreplace"))

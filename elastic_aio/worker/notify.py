@@ -112,7 +112,7 @@ def _line(value: object) -> str:
 def send(*lines: str, patience_ms: int = 0) -> bool:
     """Send a message to the launcher; return whether it gets it."""
     interpreter.offer_stacks()  # to a launcher that ends a worker that is silent
-    message = "\n".join(lines).encode("utf-8", "replace")
+    message = "\n".join(lines).encode("utf-8", "backslashreplace")
     try:
         descriptor = _inherited()
         if descriptor is not None:
