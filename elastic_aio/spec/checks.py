@@ -33,6 +33,8 @@ _LABEL: Final = re.compile(r"(?=[_-]*[^\W_])[\w-]{1,63}")
 _IPV6: Final = r"[0-9a-fA-F:.]+(?:%[\w.-]+)?"
 
 _HOST_PORT: Final = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::(.*))?", re.DOTALL)
+# The kernel ends a text at NUL.  Python reads bytes that are not UTF-8 as U+DC80 to U+DCFF.
+_NO_OS_TEXT: Final = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
 
 
 def is_integer(value: object) -> TypeGuard[int]:
@@ -123,7 +125,7 @@ def checked_name(name: str, value: object) -> str:
 
 def checked_path(name: str, value: object) -> str:
     path = value.__fspath__() if hasattr(value, "__fspath__") else value
-    if not isinstance(path, str) or not path or "\0" in path:
+    if not is_os_text(path) or not path:
         raise SpecError(name, value, "must be a path")
     return path
 
@@ -131,7 +133,14 @@ def checked_path(name: str, value: object) -> str:
 def checked_text(name: str, value: object) -> str:
     if not isinstance(value, str) or "\0" in value:
         raise SpecError(name, value, "must be text without NUL")
+    if not is_os_text(value):
+        raise SpecError(name, value, "must be text in UTF-8")
     return value
+
+
+def is_os_text(value: object) -> TypeGuard[str]:
+    """Return whether a value is text that the operating system may have, and may be given."""
+    return isinstance(value, str) and not _NO_OS_TEXT.search(value)
 
 
 def checked_items(name: str, value: object) -> list[Any]:
@@ -159,7 +168,7 @@ def checked_token(value: object, name: str = "token") -> str | None:
     """Return the token of a store; the message does not show a wrong one."""
     if value is None:
         return None
-    if not isinstance(value, str):
+    if not is_os_text(value):
         raise SpecError(name, type(value).__name__, "must be text or None")
     if len(value) < TOKEN_MIN:
         raise SpecError(

@@ -22,6 +22,7 @@ from elastic_aio.spec.checks import (
 )
 from elastic_aio.spec.fields import ConfKey, SpecValue, field
 from elastic_aio.spec.tls import TlsSpec, checked_tls
+from elastic_aio.text import escape_surrogates
 from elastic_aio.value import Value
 
 DEFAULT_PORT: Final = 29400
@@ -89,12 +90,18 @@ RETENTION_MIN: Final = 60
 """Seconds; a job must outlive a short failure of the engine."""
 
 
+def _unicode(name: str, value: object) -> str:
+    if (text := checked_text(name, value)) != escape_surrogates(text):
+        raise SpecError(name, f"{len(text)} characters", "must be text in UTF-8")
+    return text
+
+
 class EngineSpec(SpecValue, prefix="engine."):
     """The user and the keys of a job on an engine."""
 
-    user: str | None = field(default=None, check=checked_text, key=ConfKey())
+    user: str | None = field(default=None, check=_unicode, key=ConfKey())
     """User of the engine; None for none."""
-    password: str | None = field(default=None, check=checked_text, hidden=True)
+    password: str | None = field(default=None, check=_unicode, hidden=True)
     """The user's password."""
     sentinel: str | None = field(default=None, check=checked_text, key=ConfKey())
     """Name of the master that the endpoints, Redis Sentinels, know; None: they are servers."""

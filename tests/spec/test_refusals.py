@@ -83,13 +83,17 @@ ONE: dict[type[SpecValue], dict[str, list[tuple[Any, str]]]] = {
         "restart": [(3, "must be a RestartPolicy (got 3)")],
         "stop": [(3, "must be a StopPlan, such as StopPlan.within(10) (got 3)")],
         "rendezvous": [("c10d", "must be a RendezvousSpec (got 'c10d')")],
-        "run_id": [("", "must not be empty (got '')"), (5, f"{TEXT} (got 5)")],
+        "run_id": [
+            ("", "must not be empty (got '')"),
+            (5, f"{TEXT} (got 5)"),
+            ("\ud800", r"must be text in UTF-8 (got '\ud800')"),
+        ],
         "stdin": [("all", "must be 'null' or 'rank0' (got 'all')")],
         "python": [("", "must be a path (got '')")],
         "event_history": [(0, f"{WHOLE} 1 (got 0)")],
     },
     LogSpec: {
-        "log_dir": [("", "must be a path (got '')")],
+        "log_dir": [("", "must be a path (got '')"), ("\ud800", r"must be a path (got '\ud800')")],
         "redirects": [("x", "must be a mask 0-3")],
         "tee": [(9, "must be a mask 0-3")],
         "local_ranks_filter": [("0", "must be a list (got '0')"), ([-1], f"{WHOLE} 0 (got -1)")],
@@ -213,6 +217,7 @@ ONE: dict[type[SpecValue], dict[str, list[tuple[Any, str]]]] = {
         "token": [
             ("15 characters..", "must have at least 16 characters"),
             (b"secret", "must be text or None (got 'bytes')"),
+            ("\ud800" * 16, "must be text or None (got 'str')"),
         ],
         "conf": [
             ([("a", "b")], "must be a mapping of names to texts"),
@@ -222,7 +227,7 @@ ONE: dict[type[SpecValue], dict[str, list[tuple[Any, str]]]] = {
     EngineSpec: {
         "key_prefix": [(5, f"{TEXT} (got 5)")],
         "retention": [(59, f"{NUMBER} 60")],
-        "user": [(5, f"{TEXT} (got 5)")],
+        "user": [(5, f"{TEXT} (got 5)"), ("\udcff", "must be text in UTF-8 (got '1 characters')")],
     },
     TlsSpec: {"ca": [("", "must be a path (got '')"), (3, "must be a path (got 3)")]},
 }
