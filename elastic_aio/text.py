@@ -85,8 +85,8 @@ def printable(text: str) -> str:
     """
     if text.isprintable():
         return text
-    text = escape_surrogates(text)
-    return "".join(char if char.isprintable() or char == "\t" else " " for char in text)
+    escaped = escape_surrogates(text)
+    return "".join(char if char.isprintable() or char == "\t" else " " for char in escaped)
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:

@@ -67,7 +67,7 @@ def dataclass_fields(
 
 
 # In JSON: what is no surrogate alone; a byte that is not UTF-8 (PEP 383); another surrogate.
-_ESCAPES: Final = rb"(?i)(\\\\|\\ud[89ab]..\\ud[c-f]..)|(\\udc[89a-f][0-9a-f])|\\ud[89a-f].."
+_ESCAPES: Final = rb"(?i)((?:\\\\)+|\\ud[89ab]..\\ud[c-f]..)|(\\udc[89a-f][0-9a-f])|\\ud[89a-f].."
 
 
 def to_json(value: object) -> bytes:

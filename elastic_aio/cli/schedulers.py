@@ -213,7 +213,10 @@ def _kubernetes(env: Env, fqdn: Callable[[], str]) -> Allocation | None:
     rank = _number(env, "JOB_COMPLETION_INDEX")
     if rank is None:
         return None
-    name, dot, domain = fqdn().partition(".")
+    try:
+        name, dot, domain = fqdn().partition(".")
+    except UnicodeError:  # DNS has no such name
+        name = dot = domain = ""
     job, dash, index = name.rpartition("-")
     first = f"{job}-0{dot}{domain}" if dash and index == str(rank) else ""
     return Allocation(

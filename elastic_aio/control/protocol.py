@@ -7,7 +7,7 @@ Readers ignore unknown fields, and the version grows when a field changes its me
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from msgspec import Struct
 
@@ -170,8 +170,8 @@ class ErrorReply(Struct, frozen=True, tag_field="reply", tag="error"):
 
 
 Reply = AcceptedReply | StatusReply | EventReply | EndReply | DoneReply | DumpReply | ErrorReply
-_REQUEST: Final[Any] = ControlRequest
-_REPLY: Final[Any] = Reply
+_REQUEST: Final = cast("type[ControlRequest]", ControlRequest)
+_REPLY: Final = cast("type[Reply]", Reply)
 
 
 class _RequestHead(Struct):
@@ -189,8 +189,7 @@ def decode_request(line: bytes) -> ControlRequest:
         if (version := from_json(line, _RequestHead).version) != VERSION:
             problem = f"must be {VERSION} (got {version}): the client is of another release"
             raise ControlError(f"version: {problem}")
-        request: ControlRequest = from_json(line, _REQUEST)
-        return request
+        return from_json(line, _REQUEST)
     except ValueError as error:
         raise ControlError(f"request: is not valid: {error}") from None
 
@@ -198,7 +197,6 @@ def decode_request(line: bytes) -> ControlRequest:
 def decode_reply(line: bytes) -> Reply:
     """Read a reply; raise a ControlError if it is none."""
     try:
-        reply: Reply = from_json(line, _REPLY)
-        return reply
+        return from_json(line, _REPLY)
     except ValueError as error:
         raise ControlError(f"the answer is not valid: {error}") from None

@@ -251,10 +251,8 @@ async def undo_move(store: Store, job: str) -> None:
 
 def decode_value(value: bytes | None, kind: type[_T]) -> _T | None:
     """Return a value that this package has written; None if it has not."""
-    if not value:
-        return None
     try:
-        return from_json(value, kind)
+        return from_json(value or b"", kind)
     except ValueError:
         return None
 

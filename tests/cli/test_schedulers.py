@@ -230,6 +230,17 @@ def test_a_batch_script_runs_one_node() -> None:
     assert "one of 3 nodes: start it with srun to use all" in request.warnings[0]
 
 
+def test_a_name_that_dns_cannot_have() -> None:
+    """The number of the pod is known without its host name."""
+
+    def fqdn() -> str:
+        return "n\udcff".encode("idna").decode()
+
+    found = find_allocation({**INDEXED, "JOB_COMPLETION_INDEX": "0"}, fqdn)
+    assert found is not None
+    assert (found.rank, found.host, found.job_id) == (0, "", "job")
+
+
 def test_an_unknown_number_or_host() -> None:
     request = parse_run(["x"], {"JOB_COMPLETION_INDEX": "1"})
     assert "one node, because --nnodes is not given" in request.warnings[0]
