@@ -109,6 +109,16 @@ async def test_a_job_is_seen_when_it_begins_and_shown_after_its_end(directory: P
         assert (await client.get("/jobs/r/status")).json()["phase"] == "stopped"
 
 
+async def test_a_run_id_that_is_not_utf_8() -> None:
+    """The list has it as it is; an address has it escaped, as people read it."""
+    async with serving() as client, agent("run \udcff") as job:
+        await until_ready(job)
+        assert (await client.until(phase="running"))["run_id"] == "run \udcff"
+        page = await client.get("/jobs/run%20%5Cudcff/status")
+        assert page.json()["run_id"] == "run \udcff"
+        assert r'run_id="run \\udcff"' in (await client.get("/metrics")).text
+
+
 async def test_the_pages_of_a_job() -> None:
     """By its place in the list, the pid of its launcher, and its id; they are those of `--http`."""
     async with serving() as client, agent("my run", nproc_per_node=2) as job:
