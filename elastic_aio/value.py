@@ -7,7 +7,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar, cast
 
 import msgspec
 
@@ -67,7 +67,7 @@ def dataclass_fields(
 
 
 # In JSON: what is no surrogate alone; a byte that is not UTF-8 (PEP 383); another surrogate.
-_ESCAPES: Final = rb"(?i)((?:\\\\)+|\\ud[89ab]..\\ud[c-f]..)|(\\udc[89a-f][0-9a-f])|\\ud[89a-f].."
+_ESCAPES: Final = rb"(?i)((?:\\\\|\\ud[89ab]..\\ud[c-f]..)+)|((?:\\udc[89a-f].)+)|\\ud[89a-f].."
 
 
 def to_json(value: object) -> bytes:
@@ -79,21 +79,21 @@ def to_json(value: object) -> bytes:
     try:
         return _encoder.encode(value)
     except UnicodeEncodeError:
-        text = json.dumps(msgspec.to_builtins(value, str_keys=True))
-        plain = json.loads(text, parse_constant=lambda _: None)  # JSON has no NaN
-        content = json.dumps(plain, separators=(",", ":")).encode("ascii")
-        return re.sub(_ESCAPES, lambda one: one[0] if one.lastindex else b"\\" + one[0], content)
+        text = json.dumps(msgspec.to_builtins(value, str_keys=True), separators=(",", ":"))
+        if "NaN" in text or "Infinity" in text:  # which are no numbers of JSON
+            plain = json.loads(text, parse_constant=lambda _: None)
+            text = json.dumps(plain, separators=(",", ":"))
+        return re.sub(_ESCAPES, lambda m: m[0] if m.lastindex else b"\\" + m[0], text.encode())
 
 
 def from_json(content: bytes, kind: type[_T]) -> _T:
     """Return what `to_json` has written, or raise a ValueError: it is no JSON, or another kind."""
     try:
         try:
-            value: _T = _decoder(kind).decode(content)
-            return value
+            return cast("_T", _decoder(kind).decode(content))
         except msgspec.DecodeError:
             # msgspec reads no lone surrogate.  It has to accept all else.
-            checked = re.sub(_ESCAPES, lambda one: b"\\ufffd" if one[2] else one[0], content)
+            checked = re.sub(_ESCAPES, lambda m: b"\\ufffd" if m[2] else m[0], content)
             if checked == content:
                 raise
         _decoder(kind).decode(checked)
