@@ -20,13 +20,17 @@ _IN_ORDER: Final = """
 HUP INT QUIT ILL TRAP ABRT BUS FPE KILL USR1 SEGV USR2 PIPE ALRM TERM STKFLT CHLD CONT
 STOP TSTP TTIN TTOU URG XCPU XFSZ VTALRM PROF WINCH IO PWR SYS
 """
+_RTMIN, _RTMAX = 34, 64  # glibc keeps 32 and 33 for itself: signal(7)
 SIGNAL_NUMBERS: Final = {
-    f"SIG{name}": number for number, name in enumerate(_IN_ORDER.split(), start=1)
+    **{f"SIG{name}": number for number, name in enumerate(_IN_ORDER.split(), start=1)},
+    **{f"SIGRTMAX-{_RTMAX - number}": number for number in range(_RTMIN, _RTMAX)},
+    "SIGRTMAX": _RTMAX,
+    "SIGRTMIN": _RTMIN,
+    **{f"SIGRTMIN+{number - _RTMIN}": number for number in range(_RTMIN + 1, _RTMAX + 1)},
 }
-"""The number of each signal that has a name."""
+"""The number of each signal that has a name; the last of several names is the one that is shown."""
 _REPR_MAX: Final = 1000
 _NAMES: Final = {number: name for name, number in SIGNAL_NUMBERS.items()}
-_SIGRTMIN, _SIGRTMAX = 34, 64
 
 SIGKILL: Final = SIGNAL_NUMBERS["SIGKILL"]
 SIGTERM: Final = SIGNAL_NUMBERS["SIGTERM"]
@@ -41,11 +45,7 @@ PREEMPTION_SLACK: Final = 1.0
 
 def signal_name(number: int) -> str:
     """Return the name of a signal, such as `SIGTERM` or `SIGRTMIN+2`, else `signal 99`."""
-    if name := _NAMES.get(number):
-        return name
-    if _SIGRTMIN <= number <= _SIGRTMAX:
-        return "SIGRTMIN" if number == _SIGRTMIN else f"SIGRTMIN+{number - _SIGRTMIN}"
-    return f"signal {number}"
+    return _NAMES.get(number, f"signal {number}")
 
 
 class ExitStatus(Value, frozen=True):

@@ -37,7 +37,6 @@ from elastic_aio.spec.checks import (
     parse_int,
     parse_seconds,
     signal_number,
-    spelled_signal,
 )
 from elastic_aio.status import JobStatus, is_below
 from elastic_aio.text import counted, error_reason, one_line
@@ -586,6 +585,6 @@ def _ended(job: RunningJob, reply: EndReply) -> str:
 
 def _signal_number(option: str, text: str) -> int:
     try:
-        return signal_number(option, spelled_signal(text))
+        return signal_number(option, text)
     except SpecError as error:
         raise invalid_value(option, error.problem, text) from None

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeGuard, TypeVar, cast
 from msgspec import Struct
 
 from elastic_aio.errors import SpecError
-from elastic_aio.outcome import SIGNAL_NUMBERS, signal_name
+from elastic_aio.outcome import SIGNAL_NUMBERS
 
 Kind = TypeVar("Kind")
 
@@ -241,17 +241,14 @@ def checked_port(name: str, value: object, *, at_least: int = 1) -> int:
 
 
 def signal_number(name: str, value: object) -> int:
-    """Return the number of a signal given as a number or as a name such as `SIGTERM`."""
-    if isinstance(value, str) and value in SIGNAL_NUMBERS:
-        return SIGNAL_NUMBERS[value]
-    if is_integer(value) and 0 < value < 100 and signal_name(value).startswith("SIG"):
-        return int(value)
-    raise SpecError(name, value, "must be a signal number or a name such as 'SIGTERM'")
-
-
-def spelled_signal(text: str) -> int | str:
-    """Return what `signal_number` takes, of a text that may be `USR1` or `10` too."""
-    return parse_int(text) or f"SIG{text.upper().removeprefix('SIG')}"
+    """Return the number of a signal: of 10, or of the text `10`, `USR1`, `SIGUSR1` or `RTMIN+3`."""
+    number = value
+    if isinstance(value, str):
+        known = SIGNAL_NUMBERS.get(f"SIG{value.upper().removeprefix('SIG')}")
+        number = parse_int(value) if known is None else known
+    if not is_integer(number) or number not in SIGNAL_NUMBERS.values():
+        raise SpecError(name, value, "must be a signal number or a name such as 'SIGTERM'")
+    return int(number)
 
 
 def parse_port(text: str, *, at_least: int = 1) -> int | None:

@@ -166,8 +166,6 @@ def _signals(name: str, value: object) -> frozenset[int]:
 
 
 def _signal(name: str, value: object) -> int:
-    if isinstance(value, str):  # `USR1` and `10` too, as sbatch(1) accepts them
-        value = checks.spelled_signal(value)
     (number,) = _signals(name, [value])
     return number
 

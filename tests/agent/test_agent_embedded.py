@@ -41,7 +41,7 @@ GUARD = 30.0
 IGNORING_SIGTERM = ["bash", "-c", "trap '' TERM; while :; do sleep 0.1; done"]
 
 
-@pytest.mark.parametrize("number", [999, 0, "TERM", True])
+@pytest.mark.parametrize("number", [999, 0, "TERMS", True])
 async def test_a_signal_that_does_not_exist_is_refused(number: Any) -> None:
     """A wrong signal is the caller's error, and the job goes on."""
     async with Agent(LaunchSpec(["sleep", "99"])) as agent:

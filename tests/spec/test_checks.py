@@ -95,16 +95,45 @@ def test_every_number_has_a_name(number: int, name: str) -> None:
     assert signal_name(number) == name
 
 
-@pytest.mark.parametrize("value", [1, 15, 31, 34, 64])
+@pytest.mark.parametrize("value", [*range(1, 32), *range(34, 65)])
 def test_a_signal_number_is_accepted(value: int) -> None:
+    """As a number, as its text, and as the name that messages have for it."""
     assert signal_number("field", value) == value
+    assert signal_number("field", str(value)) == value
+    assert signal_number("field", signal_name(value)) == value
 
 
 @pytest.mark.parametrize(
-    "value", ["TERM", "sigterm", "SIGNOPE", "SIG", "", 0, -1, 65, 32, 33, True, 15.0, None]
+    ("value", "number"),
+    [
+        ("TERM", 15),
+        ("sigterm", 15),
+        ("SIGRTMIN", 34),
+        ("SIGRTMIN+3", 37),
+        ("RTMIN+3", 37),
+        ("rtmin+30", 64),
+        ("SIGRTMAX", 64),
+        ("SIGRTMAX-1", 63),
+        ("RTMAX-30", 34),
+    ],
 )
+def test_a_name_may_lack_sig_and_count_real_time_signals(value: str, number: int) -> None:
+    """As in kill(1), systemd and Docker."""
+    assert signal_number("field", value) == number
+
+
+@pytest.mark.parametrize("value", ["SIGNOPE", "SIG", "", 0, -1, 65, 32, 33, True, 15.0, None])
 def test_other_values_are_not_signals(value: object) -> None:
-    """Other spellings, reserved numbers, other types."""
+    """Unknown names, reserved numbers, other types."""
+    with pytest.raises(SpecError, match=r"^stop: must be a signal number or a name such as"):
+        signal_number("stop", value)
+
+
+@pytest.mark.parametrize(
+    "value", ["RTMIN+31", "RTMIN-1", "RTMIN+", "RTMIN + 3", "RTMAX+1", "RTMAX-31", "32", "+9", "-9"]
+)
+def test_a_text_beyond_the_known_signals_is_refused(value: str) -> None:
+    """Offsets out of range, signs, space."""
     with pytest.raises(SpecError, match=r"^stop: must be a signal number or a name such as"):
         signal_number("stop", value)
 

@@ -80,6 +80,7 @@ def test_signals_are_names_or_numbers() -> None:
 
 def test_a_step_accepts_a_name() -> None:
     assert StopStep("SIGTERM", 2) == StopStep(15, 2.0)
-    assert StopStep("SIGTERM", 2).signal == 15
+    assert StopStep("SIGTERM", 2).signal == StopStep("TERM", 2).signal == 15
+    assert str(StopPlan([("SIGRTMIN+3", 5)])) == "SIGRTMIN+3 5 s, SIGKILL"
     with pytest.raises(SpecError, match=r"^stop\.steps: must be a signal number or a name"):
-        StopStep("TERM", 2)
+        StopStep("TERMS", 2)
