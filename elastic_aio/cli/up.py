@@ -102,7 +102,7 @@ def read_spec(path: str, concurrency: Mapping[str, int]) -> AnySpec:
         else:
             variables = f"{directory}/.env"
             env = _text_of(variables) if os.path.isfile(variables) else ""
-            spec = spec_from_procfile(text, env, directory, concurrency)
+            spec = spec_from_procfile(text, env, directory, concurrency, os.environ)
     except SpecError as error:
         raise UsageError(f"{path}: {error}") from None
     if isinstance(spec, GroupSpec) and spec.logs == LogSpec():
@@ -112,7 +112,7 @@ def read_spec(path: str, concurrency: Mapping[str, int]) -> AnySpec:
 
 def _text_of(path: str) -> str:
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             return file.read()
     except UnicodeDecodeError:
         raise invalid_value("FILE", "must be text in UTF-8", path) from None

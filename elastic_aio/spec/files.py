@@ -237,33 +237,45 @@ def _made(owner: type[SpecValue], where: str, make: Callable[[], Any]) -> Any:
 # ---------------------------------------------------------------------- Procfile
 
 _LINE: Final = re.compile(r"([A-Za-z0-9_-]+):\s*(.+)")
-_VARIABLE: Final = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(.*)")
-_QUOTED: Final = re.compile(r"""'([^']*)'|"((?:\\.|[^"\\])*)\"""")
+# The grammar of python-dotenv: NAME=VALUE, a note, or both; a value in quotes may have lines.
+_BINDING: Final = re.compile(
+    r"""\s*(?:(?:export[^\S\r\n]+)?+(?:'([^']+)'|(?!')([^=\#\s]+))[^\S\r\n]*=
+    (?:[^\S\r\n]+(?=\#)
+    |[^\S\r\n]*+(?:'((?:\\.|[^'\\])*+)'|"((?:\\.|[^"\\])*+)"|((?!['"])[^\r\n]*)))
+    )?[^\S\r\n]*(?:\#[^\r\n]*)?(?:\r\n|\r|\n|\Z)""",
+    re.VERBOSE | re.DOTALL,
+)
+_ESCAPES: Final = dict(zip("abfnrtv", "\a\b\f\n\r\t\v", strict=True))
+_REFERENCE: Final = re.compile(r"\$\{([^}:]*)(?::-([^}]*))?\}")
 _PORT: Final = 5000
 _PORT_MAX: Final = 65_535
 _PORTS_EACH: Final = 100
 
 
 def spec_from_procfile(
-    text: str, env: str = "", directory: str = "", concurrency: Mapping[str, int] | None = None
+    text: str,
+    env: str = "",
+    directory: str = "",
+    concurrency: Mapping[str, int] | None = None,
+    inherited: Mapping[str, str] | None = None,
 ) -> GroupSpec:
     """Return the job of a Procfile: lines `NAME: COMMAND`, which the shell runs.
 
     The first process that ends ends the job, with its exit code.  `env` is the content of the file
-    `.env`, for all processes.  PORT is the one of that file, else 5000, for the first process type,
-    and 100 more for each next type; `concurrency` starts several of a type, each with the next
-    port.
+    `.env`, for all processes, which also have the variables `inherited`.  PORT is the one of that
+    file, else the inherited one, else 5000, for the first process type, and 100 more for each next
+    type; `concurrency` starts several of a type, each with the next port.
 
     Raises:
         SpecError: one line that names the line of the file.
     """
-    variables = variables_of(env)
-    port = variables.get("PORT", str(_PORT))
-    if not re.fullmatch(r"\d{1,5}", port, re.ASCII) or int(port) > _PORT_MAX:
+    variables = variables_of(env, inherited or {})
+    port = variables.get("PORT") or (inherited or {}).get("PORT") or str(_PORT)
+    if not re.fullmatch(r"\d{1,5}", port, re.ASCII):
         raise SpecError("PORT", port, "must be a port")
     children: dict[str, AnySpec] = {}
     names: list[str] = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         if (found := _LINE.fullmatch(line.strip())) is None:
@@ -274,6 +286,8 @@ def spec_from_procfile(
         if (count := (concurrency or {}).get(name, 1)) > NPROC_MAX:
             raise SpecError("concurrency", count, f"must be at most {NPROC_MAX}")
         first = int(port) + _PORTS_EACH * len(names)
+        if (last := first + max(count, 1) - 1) > _PORT_MAX:
+            raise SpecError("PORT", str(last), "must be a port")
         own = [{"PORT": str(first + rank), "PS": f"{name}.{rank + 1}"} for rank in range(count)]
         names.append(name)
         if count:
@@ -292,21 +306,29 @@ def spec_from_procfile(
     return GroupSpec(children, ends_with=[*children])
 
 
-def variables_of(text: str) -> dict[str, str]:
-    """Return the variables of a file `.env`: lines `NAME=VALUE`, perhaps quoted; or SpecError."""
+def variables_of(text: str, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a file `.env`, as python-dotenv reads it; or SpecError.
+
+    `${NAME}` and `${NAME:-DEFAULT}` refer to earlier variables, and to those `inherited`.
+    """
     found: dict[str, str] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        if (match := _VARIABLE.fullmatch(line.strip())) is None:
+    position = 0
+    while position < len(text):
+        if (match := _BINDING.match(text, position)) is None:
+            number, line = text.count("\n", 0, position) + 1, text[position:].partition("\n")[0]
             raise SpecError(f".env, line {number}", line, "must be NAME=VALUE")
-        name, value = match.groups()
-        if (quoted := _QUOTED.fullmatch(value)) is not None:
-            literal, escaped = quoted.groups()
-            value = literal if escaped is None else re.sub(r"\\(.)", _unescaped, escaped)
-        found[name] = value
+        position = match.end()
+        quoted, plain, single, double, value = match.groups()
+        if single is not None:
+            value = re.sub(r"\\([\\'])", r"\1", single)
+        elif double is not None:
+            value = re.sub(r"\\([\\'\"abfnrtv])", lambda one: _ESCAPES.get(one[1], one[1]), double)
+        else:
+            value = re.sub(r"\s+#.*", "", value or "").rstrip()
+        if name := quoted or plain:
+            found[name] = _resolved(value, {**inherited, **found})
     return found
 
 
-def _unescaped(match: re.Match[str]) -> str:
-    return {"n": "\n", "t": "\t", "r": "\r"}.get(match[1], match[1])
+def _resolved(value: str, known: Mapping[str, str]) -> str:
+    return _REFERENCE.sub(lambda one: known.get(one[1], one[2] or ""), value)

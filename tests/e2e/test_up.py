@@ -211,6 +211,17 @@ def test_a_failure_names_its_child_and_its_rule_once(tmp_path: Path) -> None:
     assert plan.endswith("    ready: Http(url='http://h/')\n")
 
 
+@pytest.mark.parametrize("name", ["jobs.toml", "Procfile"])
+def test_a_byte_order_mark_is_no_text(name: str, tmp_path: Path) -> None:
+    """Of the file, and of `.env`: editors of other systems write one."""
+    texts = {"jobs.toml": '[children.a]\ncommand = "echo"\n', "Procfile": "a: echo", ".env": "A=1"}
+    for file, text in texts.items():
+        (tmp_path / file).write_text(f"\ufeff{text}\r\n")
+    ended = cli("up", "--dry-run", tmp_path / name, env={})
+    assert (ended.code, ended.err) == (0, "")
+    assert ("A=1" in ended.out) == (name == "Procfile")
+
+
 def test_a_procfile(tmp_path: Path) -> None:
     """Each type has its port; the first process that ends ends all."""
     (tmp_path / "Procfile").write_text("web: echo $PORT; exec sleep 99\nend: sleep 0.5; exit 3\n")

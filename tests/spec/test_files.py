@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import os
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from elastic_aio.errors import SpecError
 from elastic_aio.spec.fields import part_of, spec_fields
@@ -284,7 +288,14 @@ def test_several_processes_of_a_type_have_the_next_ports() -> None:
         (["a: b", "PORT=x"], "PORT: must be a port (got 'x')"),
         (["a: b", "PORT=65536"], "PORT: must be a port (got '65536')"),
         (["a: b", "", "", {"a": 10**8}], "concurrency: must be at most 65536 (got 100000000)"),
+        (["a: b\nc: d", "PORT=65500"], "PORT: must be a port (got '65600')"),
+        (["a: b", "", "", {}, {"PORT": "tcp://x"}], "PORT: must be a port (got 'tcp://x')"),
         (["a: b", "x"], ".env, line 1: must be NAME=VALUE (got 'x')"),
+        (
+            ["a: b", "\n#\nA='1\n2'\nB='1' 2"],
+            """.env, line 5: must be NAME=VALUE (got "B='1' 2")""",
+        ),
+        (["a: b", 'A="1\n2'], ".env, line 1: must be NAME=VALUE (got 'A=\"1')"),
         (
             ["web: b", "", "", {"wb": 2}],
             "concurrency: must name a process type; did you mean web? (got 'wb')",
@@ -297,6 +308,71 @@ def test_what_a_procfile_refuses(args: Any, message: str) -> None:
     assert str(raised.value) == message
 
 
-def test_a_file_of_variables() -> None:
-    text = 'A=1 2\n#B=1\n\nexport C = "a\\n\\"b\\""\nD=\'$x\\n\'\nE=\n'
-    assert variables_of(text) == {"A": "1 2", "C": 'a\n"b"', "D": "$x\\n", "E": ""}
+@pytest.mark.parametrize(
+    ("env", "inherited", "port"),
+    [
+        ("", {}, "5000"),
+        ("", {"PORT": "3000"}, "3000"),
+        ("", {"PORT": ""}, "5000"),
+        ("PORT=8000", {"PORT": "3000"}, "8000"),
+        ("PORT=", {"PORT": "3000"}, "3000"),
+    ],
+)
+def test_the_first_port(env: str, inherited: dict[str, str], port: str) -> None:
+    """The one of `.env`, of the shell or platform, or 5000."""
+    group = spec_from_procfile("web: a\nworker: b", env, inherited=inherited)
+    ports = [one.worker_env[0]["PORT"] for one in group.children.values()]  # type: ignore[union-attr]
+    assert ports == [port, str(int(port) + 100)]
+
+
+def test_a_line_of_a_procfile_ends_with_a_newline() -> None:
+    """Other separators of Unicode are text of the command."""
+    group = spec_from_procfile("a: b \x85 c\u2028d\x0ce\r\nf: g\r\n")
+    commands = [one.entrypoint.argv[2] for one in group.children.values()]  # type: ignore[union-attr]
+    assert commands == ["b \x85 c\u2028d\x0ce", "g"]
+
+
+VARIABLES = [
+    ("A=1 2\n#B=1\n\nexport C = x\n", {"A": "1 2", "C": "x"}),
+    ("A=x # note\nB=\"x\" # note\nC='x' # note", {"A": "x", "B": "x", "C": "x"}),
+    ("A=a#b\nB=\"a # b\"\nC='a # b'#note", {"A": "a#b", "B": "a # b", "C": "a # b"}),
+    (
+        "A=\nB= y\nC= # note\nD=#x\nE=\"\"\nF=''",
+        {"A": "", "B": "y", "C": "", "D": "#x", "E": "", "F": ""},
+    ),
+    ("A=\"one\ntwo\"\nB='one\n\ntwo'\nC=x", {"A": "one\ntwo", "B": "one\n\ntwo", "C": "x"}),
+    (
+        r'A="a\n\"b\" \x"' "\n" r"B='$x\n \' \\'" "\n" r"C=\n",
+        {"A": 'a\n"b" \\x', "B": "$x\\n ' \\", "C": "\\n"},
+    ),
+    (
+        "A=1\nA=${A}2\nB=\"${A}${NO}\"\nC='${NO:-a b}'\nD=$A",
+        {"A": "12", "B": "12", "C": "a b", "D": "$A"},
+    ),
+    ("A=x\x85y\u2028z\r\nB=1\r\n", {"A": "x\x85y\u2028z", "B": "1"}),
+    ("A.b-c=1\n'D e'=2\nexport=3", {"A.b-c": "1", "D e": "2", "export": "3"}),
+    ("A=${SHELL_HAS} ${A:-x}", {"A": "it x"}),
+]
+
+
+@pytest.mark.parametrize(("text", "variables"), VARIABLES)
+def test_a_file_of_variables(text: str, variables: dict[str, str]) -> None:
+    """Quotes, notes, escapes, values of several lines, and references."""
+    assert variables_of(text, {"SHELL_HAS": "it"}) == variables
+
+
+PARTS = [*"AB=# \t'\"\\\n\r", "\\n", "\\'", "export ", "a b", "${A}", "${HOME}", "${B:-d}", "\x85"]
+
+
+@given(st.lists(st.sampled_from(PARTS), max_size=16).map("".join))
+@example("A=x # note\nB='1\n2'\n")
+def test_a_file_of_variables_is_read_as_by_python_dotenv(text: str) -> None:
+    """Or it is refused, where python-dotenv leaves out a line."""
+    parser, main = pytest.importorskip("dotenv.parser"), pytest.importorskip("dotenv.main")
+    bindings = [*parser.parse_stream(io.StringIO(text, newline=""))]
+    if any(one.error or (one.key and one.value is None) for one in bindings):
+        with pytest.raises(SpecError):
+            variables_of(text, {})
+    elif "export #" not in text.replace("\t", " "):  # which it takes for a note
+        pairs = [(one.key, one.value) for one in bindings if one.key]
+        assert variables_of(text, os.environ) == main.resolve_variables(pairs, override=True)
