@@ -106,7 +106,7 @@ def read_spec(path: str, concurrency: Mapping[str, int]) -> AnySpec:
     except SpecError as error:
         raise UsageError(f"{path}: {error}") from None
     if isinstance(spec, GroupSpec) and spec.logs == LogSpec():
-        return spec.replace(children=spec.children, logs=LogSpec(tee=3))
+        return spec.replace(children=spec.children, logs=LogSpec(tee=3, streams="joined"))
     return spec
 
 

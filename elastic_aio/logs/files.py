@@ -210,19 +210,19 @@ class RunDirectory:
         if logs.directory is not None:
             self._make(logs.directory, may_be_full=any(plan.is_relayed for plan in plans))
         relays: dict[str, Relay] = {}
+        opened: dict[str, int] = {}  # by path: two streams may be one
         with ExitStack() as stack:
 
             def open_stream(plan: StreamPlan, own: int) -> int:
                 if plan.path is None:
                     return own if plan.target is StreamTarget.CONSOLE else devnull
-                if plan.is_relayed:
-                    if plan.path not in relays:
+                if plan.path not in opened:
+                    if plan.is_relayed:
                         relay = relays[plan.path] = self._open_relay(plan)
-                        stack.callback(os.close, relay.writer)
-                    return relays[plan.path].writer
-                file = _open_new(plan.path, os.O_WRONLY)
-                stack.callback(os.close, file)
-                return file
+                    file = relay.writer if plan.is_relayed else _open_new(plan.path, os.O_WRONLY)
+                    stack.callback(os.close, file)
+                    opened[plan.path] = file
+                return opened[plan.path]
 
             try:
                 stdout = open_stream(logs.stdout, inherited[0])

@@ -155,12 +155,13 @@ def plan_logs(
         captured = NOT_CAPTURED
     if isinstance(spec, LogLayout):
         return _plan_layout(spec, LogLayoutContext(local_rank, attempt, directory), captured)
+    is_joined = redirected == Std.ALL and tee in (Std.NONE, Std.ALL) and spec.is_joined
     is_unmuted = spec.is_off or not spec.local_ranks_filter or local_rank in spec.local_ranks_filter
 
     def stream(bit: Std, name: str) -> StreamPlan:
         if redirected & bit:
             is_shown = bool(tee & bit) and is_unmuted
-            path = f"{directory}/{name}.log"
+            path = f"{directory}/{'output' if is_joined else name}.log"
             return _file_plan(spec, path, is_shown=is_shown, is_muted=not is_unmuted)
         if is_unmuted:
             return StreamPlan(StreamTarget.CONSOLE)

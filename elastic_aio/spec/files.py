@@ -13,10 +13,11 @@ from shlex import split
 from typing import Any, Final
 
 from elastic_aio.errors import SpecError
-from elastic_aio.spec.checks import is_integer
+from elastic_aio.spec.checks import is_integer, parse_port
 from elastic_aio.spec.fields import Field, SpecValue, part_of, spec_fields
 from elastic_aio.spec.group import DEPTH_MAX, AnySpec, GroupSpec
 from elastic_aio.spec.job import NPROC_MAX, Command, LaunchSpec, Module, Script
+from elastic_aio.spec.logs import LogSpec
 from elastic_aio.spec.restart import Backoff, NodeLosses, RestartPolicy, RestartWindow
 from elastic_aio.spec.stop import StopPlan
 from elastic_aio.spec.tls import TlsSpec
@@ -206,7 +207,8 @@ def _value(described: Field, key: str, value: object, name: str) -> object:
     part = part_of(described) or _SPECS.get(key)
     if part is None:
         return value  # `env` and `conf`, and probes, limits and sockets, which read tables
-    fields = _fields(part, value, name, ())
+    default = {"streams": "joined"} if part is LogSpec else {}
+    fields = default | _fields(part, value, name, ())
     return _made(part, name, lambda: part(**fields))
 
 
@@ -248,7 +250,6 @@ _BINDING: Final = re.compile(
 _ESCAPES: Final = dict(zip("abfnrtv", "\a\b\f\n\r\t\v", strict=True))
 _REFERENCE: Final = re.compile(r"\$\{([^}:]*)(?::-([^}]*))?\}")
 _PORT: Final = 5000
-_PORT_MAX: Final = 65_535
 _PORTS_EACH: Final = 100
 
 
@@ -270,9 +271,9 @@ def spec_from_procfile(
         SpecError: one line that names the line of the file.
     """
     variables = variables_of(env, inherited or {})
-    port = variables.get("PORT") or (inherited or {}).get("PORT") or str(_PORT)
-    if not re.fullmatch(r"\d{1,5}", port, re.ASCII):
-        raise SpecError("PORT", port, "must be a port")
+    given = variables.get("PORT") or (inherited or {}).get("PORT") or str(_PORT)
+    if (port := parse_port(given, at_least=0)) is None:
+        raise SpecError("PORT", given, "must be a port")
     children: dict[str, AnySpec] = {}
     names: list[str] = []
     for number, line in enumerate(text.split("\n"), 1):
@@ -285,8 +286,8 @@ def spec_from_procfile(
             raise SpecError(f"line {number}", name, "must be a name that no other line has")
         if (count := (concurrency or {}).get(name, 1)) > NPROC_MAX:
             raise SpecError("concurrency", count, f"must be at most {NPROC_MAX}")
-        first = int(port) + _PORTS_EACH * len(names)
-        if (last := first + max(count, 1) - 1) > _PORT_MAX:
+        first = port + _PORTS_EACH * len(names)
+        if parse_port(str(last := first + max(count, 1) - 1), at_least=0) is None:
             raise SpecError("PORT", str(last), "must be a port")
         own = [{"PORT": str(first + rank), "PS": f"{name}.{rank + 1}"} for rank in range(count)]
         names.append(name)

@@ -196,6 +196,11 @@ class LogSpec(SpecValue, prefix="logs."):
         short="-t",
     )
     """Streams that go to files and, with a prefix, to the console."""
+    streams: Literal["split", "joined"] | None = field(
+        default=None, check=checks.OneOf(("split", "joined"))
+    )
+    """By "joined" both streams of a worker are one, in the order of its lines, if other settings do
+    not tell them apart.  None is "split", in a file of `aio-elastic up` "joined"."""
     local_ranks_filter: Converted[frozenset[int], Iterable[int]] = field(
         default=frozenset(),
         check=_ranks,
@@ -295,6 +300,12 @@ class LogSpec(SpecValue, prefix="logs."):
     def is_in_no_file(self) -> bool:
         """Whether no stream is redirected or tee'd, and no subclass says otherwise."""
         return type(self) is LogSpec and self.redirects.is_empty and self.tee.is_empty
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether both streams are one, unless filters or the prefix tell them apart."""
+        names_one = self.duplicate_stdout_filters or self.duplicate_stderr_filters
+        return self.streams == "joined" and not names_one and "${stream}" not in (self.prefix or "")
 
     @property
     def ignored(self) -> tuple[str, ...]:

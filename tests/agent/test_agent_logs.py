@@ -91,6 +91,20 @@ async def test_tee_goes_to_both(tmp_path: Path) -> None:
     assert files(result)["attempt_0/1/stderr.log"] == b"err 1\n"
 
 
+@pytest.mark.parametrize("on_full", ["fail", "console"])
+async def test_joined_streams_keep_their_order(on_full: str, tmp_path: Path) -> None:
+    """In one file, on standard output, and for a reader, also when a relay takes them."""
+    script = "for i in 0 1 2 3 4 5 6 7 8 9; do echo out $i; echo err $i >&2; done"
+    logs: dict[str, Any] = {"tee": 3, "streams": "joined", "on_full": on_full}
+    out, err, result = await shown(tmp_path, shell(script), **logs)
+    lines = [f"{kind} {i}" for i in range(10) for kind in ("out", "err")]
+    assert out.decode().splitlines() == [f"[default0]:{line}" for line in lines]
+    assert err == b""
+    assert files(result) == {"attempt_0/0/output.log": "\n".join([*lines, ""]).encode()}
+    (worker,) = result.attempts[0].workers
+    assert worker.stdout_path == worker.stderr_path
+
+
 @pytest.mark.parametrize(
     ("mask", "chosen"),
     [

@@ -199,6 +199,30 @@ def test_lines_have_the_names_of_their_children(logs: str, shown: str, tmp_path:
     assert ", logs in /" in ended.err
 
 
+TALK = "for i in 0 1 2 3 4 5 6 7; do echo out $i; echo err $i >&2; done; exit 3"
+TALKS = {
+    "Procfile": f"a: {TALK}\n",
+    "jobs.toml": 'run_id = "talk"\nlogs = { log_dir = "logs", tee = 3 }\n[children.a]\n'
+    f'command = ["sh", "-c", "{TALK}"]\n',
+}
+
+
+@pytest.mark.parametrize("name", TALKS)
+def test_the_order_of_both_streams_of_a_child(name: str, tmp_path: Path) -> None:
+    """On the console, for `logs`, and in the last lines of a failure."""
+    tmp_path.chmod(0o700)
+    (tmp_path / name).write_text(TALKS[name])
+    env = {"ELASTIC_AIO_CONTROL_DIR": str(tmp_path), "XDG_STATE_HOME": str(tmp_path)}
+    ended = run_program([*CLI, "up", name], env=env, cwd=tmp_path)
+    lines = [f"{kind} {i}" for i in range(8) for kind in ("out", "err")]
+    assert ended.code == 3
+    assert ended.out.splitlines() == [f"[a:0]:{line}" for line in lines]
+    assert "".join(f"    {line}\n" for line in lines) + "=" in ended.err
+    if name == "jobs.toml":  # its files stay
+        assert cli("logs", "talk", env=env).out.splitlines() == lines
+        assert "evidence: stderr: err 7" in cli("why", "talk", env=env).out
+
+
 def test_a_failure_names_its_child_and_its_rule_once(tmp_path: Path) -> None:
     """And the plan of a dry run has what is set of a probe."""
     text = '[children.once]\ncommand = ["sh", "-c", "exit 3"]\nready = { http = "http://h/" }\n'

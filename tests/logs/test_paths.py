@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -62,6 +63,30 @@ def test_redirects_tee_and_filter_decide(
     # Of a temporary directory, a worker without logs has no part.
     logs = (directory, error_file) if redirects or tee else (None, "/run/attempt_3/error_1.json")
     assert plan_logs(spec, "/run", 3, 1) == WorkerLogs(stdout, stderr, *logs)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "shown"),
+    [
+        ({"tee": 3}, "output", True),
+        ({"redirects": 3}, "output", False),
+        ({"redirects": 1, "tee": 3}, "output", True),
+        ({"tee": {0: 3, 1: 3}}, "output", True),
+        ({"tee": 3, "local_ranks_filter": [0]}, "output", False),
+        ({"tee": 3, "prefix": "${child}: "}, "output", True),
+        ({"tee": 3, "prefix": "${stream}: "}, "stdout", True),
+        ({"tee": 3, "duplicate_stdout_filters": ["loss"]}, "stdout", True),
+        ({"tee": 3, "duplicate_stderr_filters": ["Error"]}, "stdout", True),
+        ({"redirects": 2, "tee": 1}, "stdout", True),
+        ({"redirects": 1}, "stdout", False),
+        ({"tee": 3, "streams": "split"}, "stdout", True),
+    ],
+)
+def test_joined_streams_are_one_file(settings: dict[str, Any], name: str, shown: bool) -> None:
+    """Unless they go different ways, or a setting tells them apart."""
+    logs = plan_logs(LogSpec(**{"streams": "joined", **settings}), "/run", 3, 1)
+    assert logs.stdout == file(name, is_shown=shown)
+    assert (logs.stderr == logs.stdout) == (name == "output")
 
 
 def test_redirects_can_differ_by_rank() -> None:

@@ -15,6 +15,7 @@ from elastic_aio.spec.fields import part_of, spec_fields
 from elastic_aio.spec.files import spec_from_procfile, spec_from_toml, variables_of
 from elastic_aio.spec.group import GroupSpec
 from elastic_aio.spec.job import Command, LaunchSpec, Module, Script
+from elastic_aio.spec.logs import LogSpec
 from elastic_aio.spec.restart import Backoff, RestartPolicy, RestartWindow
 from elastic_aio.spec.stop import StopPlan
 
@@ -330,6 +331,16 @@ def test_a_line_of_a_procfile_ends_with_a_newline() -> None:
     group = spec_from_procfile("a: b \x85 c\u2028d\x0ce\r\nf: g\r\n")
     commands = [one.entrypoint.argv[2] for one in group.children.values()]  # type: ignore[union-attr]
     assert commands == ["b \x85 c\u2028d\x0ce", "g"]
+
+
+@pytest.mark.parametrize("where", ["", "[children.a]\n"])
+def test_logs_of_a_file_are_joined(where: str) -> None:
+    """Of a job and of a child, unless the file says `split`."""
+    for text, streams in ("tee = 3", "joined"), ('streams = "split"', "split"):
+        spec = spec_from_toml(f'{where}command = "x"\nlogs = {{ {text} }}\n')
+        leaf = spec.children["a"] if isinstance(spec, GroupSpec) else spec
+        assert leaf.logs.streams == streams
+        assert leaf.logs != LogSpec()  # as which it would be that of the group
 
 
 VARIABLES = [
