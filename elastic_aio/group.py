@@ -178,6 +178,7 @@ class BareGroup:
         driver = self._driver
         if driver is None or driver.is_copy:
             return
+        plan = plan and plan.checked_without_pipe()
         driver.is_left = True
         driver.request_stop("the group was stopped", plan=plan)
         await wait_shielded(driver.done)

@@ -3,9 +3,9 @@
 It is the layer below a job: a child with pipes, the tree of its descendants, and the guardian.
 There are no ranks, no restarts, no events and no log files.
 
-The order of closing: the tree is stopped; the streams are closed, so that a process which prints
-while it stops gets no SIGPIPE; the guardian leaves the process alone, and ends after the last one
-of the program.  Until then it would end the tree if this program were killed.
+The order of closing: standard input; the tree is stopped; the other streams, so that a process
+which prints while it stops gets no SIGPIPE; the guardian leaves the process alone, and ends after
+the last one of the program.  Until then it would end the tree if this program were killed.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ from elastic_aio.text import error_reason
 from elastic_aio.worker.context import NOTIFY_FD
 
 _DEFAULT_STOP = StopPlan.within(5)
+# Seconds for which a process may end by itself at the end of its input, as a client of MCP has it.
+_EOF_S = 2.0
 # Reads of a pipe that is drained, before other tasks run: a megabyte.
 _READS = 16
 _CHUNK = 65536
@@ -53,6 +55,7 @@ def open_process(
     stop: StopPlan | None = None,
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
+    pass_fds: Sequence[int] = (),
     python: str | None = None,
 ) -> Process:
     """Return a process for an `async with` block, which starts it and stops its whole tree.
@@ -66,9 +69,11 @@ def open_process(
             that of this program.
         stdout: what it writes to, likewise.
         stderr: the same; or `STDOUT`.
-        stop: how the tree is stopped; None: SIGTERM, 5 seconds, SIGKILL.
+        stop: how the tree is stopped; None: SIGTERM, 5 seconds, SIGKILL.  If `stdin` is a pipe, its
+            end comes before the steps: `EOF 2 s`, or the grace of the first step if shorter.
         env: all its variables; None: those of this program.
         cwd: its working directory; None: that of this program.
+        pass_fds: descriptors that it inherits under their numbers.
         python: an interpreter for the guardian, in case this program is not run by one.
 
     Cancellation: of the block stops the tree first.
@@ -88,28 +93,48 @@ def open_process(
         raise SpecError("stop", stop, "must be a StopPlan")
     for name, stream in ("stdin", stdin), ("stdout", stdout), ("stderr", stderr):
         _check_stream(name, stream)
+    _parts_of(stop or _DEFAULT_STOP, has_pipe=stdin == PIPE)
     return Process(
         tuple(checks.checked_text("argv", word) for word in words),
         streams=(stdin, stdout, stderr),
         plan=stop or _DEFAULT_STOP,
         env=None if env is None else checks.checked_texts("env", env),
         cwd=None if cwd is None else checks.checked_path("cwd", cwd),
+        pass_fds=tuple(
+            _checked_descriptor(one) for one in checks.checked_items("pass_fds", pass_fds)
+        ),
         python=python,
     )
+
+
+def _parts_of(plan: StopPlan, *, has_pipe: bool) -> tuple[float | None, StopPlan]:
+    """Return for how long a process may end at the end of its input, if at all, and the signals."""
+    if not has_pipe:
+        return None, plan.checked_without_pipe()
+    if plan.closes_input:
+        eof, *signals = plan.steps
+        return eof.grace, plan.replace(steps=signals)
+    return min([_EOF_S, plan.steps[0].grace]) if plan.steps else None, plan
+
+
+def _checked_descriptor(value: object) -> int:
+    number = checks.checked_integer("pass_fds", value, at_least=0)
+    if not os.path.lexists(f"/proc/self/fd/{number}"):
+        raise SpecError("pass_fds", value, "must be open descriptors")
+    return number
 
 
 def _check_stream(name: str, value: object) -> None:
     number = value
     with suppress(OSError, ValueError):  # it is closed, or has none
         number = value.fileno() if hasattr(value, "fileno") else value
-    special = (PIPE, DEVNULL, STDOUT) if name == "stderr" else (PIPE, DEVNULL)
+    special = {"PIPE": PIPE, "DEVNULL": DEVNULL, **({"STDOUT": STDOUT} if name == "stderr" else {})}
     is_descriptor = checks.is_integer(number) and (
-        0 <= number <= _DESCRIPTOR_MAX or number in special
+        0 <= number <= _DESCRIPTOR_MAX or number in special.values()
     )
-    if number is None or is_descriptor:
-        return
-    known = "PIPE, DEVNULL, STDOUT" if name == "stderr" else "PIPE, DEVNULL"
-    raise SpecError(name, value, f"must be a descriptor, a file, {known} or None")
+    if number is not None and not is_descriptor:
+        known = ", ".join(special)
+        raise SpecError(name, value, f"must be a descriptor, a file, {known} or None")
 
 
 def _descriptor_of(value: int | IO[Any] | None) -> int | None:
@@ -127,6 +152,7 @@ class Process:
         plan: StopPlan,
         env: Mapping[str, str] | None,
         cwd: str | None,
+        pass_fds: tuple[int, ...],
         python: str | None,
     ) -> None:
         self.stdin: PipeSendStream | None = None
@@ -140,6 +166,7 @@ class Process:
         self._plan = plan
         self._env = env
         self._cwd = cwd
+        self._pass_fds = tuple(one for one in pass_fds if one > 2)  # the others are `streams`
         self._python = python
         self._fork = aio.ForkGuard()
         self._is_entered = False
@@ -158,6 +185,7 @@ class Process:
             raise RuntimeError("a process is started once; call open_process again")
         self._is_entered = True
         self._fork = aio.ForkGuard()
+        self._clock = aio.PausableClock()
         self._stopping = asyncio.Lock()
         self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         aio.separate_in_forks(self._closed)
@@ -216,15 +244,17 @@ class Process:
 
     async def stop(self, plan: StopPlan | None = None) -> None:
         """Stop the process and all that it has started, by another plan if one is given.
-
         Returns when nothing is left, or only what SIGKILL does not end.  Idempotent.
 
         Cancellation: leaves processes running; the end of the block stops them.
         """
         assert self._tree is not None, "the block comes first"
         assert self._guardian is not None
-        plan = plan or self._plan
+        eof, plan = _parts_of(plan or self._plan, has_pipe=self.stdin is not None)
         async with self._stopping:
+            if eof is not None and self.stdin is not None:
+                self.stdin.close()
+                await self._clock.wait_for(self._started.exited, seconds=eof)
             survivors = await self._tree.stop(plan, lambda number, pids: None)
             can_help = any(not survivor.is_denied for survivor in survivors)
             if can_help and await self._guardian.end_job():
@@ -242,10 +272,11 @@ class Process:
     # ---------------------------------------------------------- open and close
 
     async def _open(self) -> None:
-        job = self._job = GuardedJob.create(self._plan)
-        self._tree = ProcessTree(job.marker, aio.PausableClock(), job.sessions, since=job.since)
+        _, plan = _parts_of(self._plan, has_pipe=self._streams[0] == PIPE)
+        job = self._job = GuardedJob.create(plan)
+        self._tree = ProcessTree(job.marker, self._clock, job.sessions, since=job.since)
         self._guardian = Guardian(
-            job, self._plan, on_restarted=lambda pid: None, on_lost=_warn, python=self._python
+            job, plan, on_restarted=lambda pid: None, on_lost=_warn, python=self._python
         )
         self._guardian.start()
         await self._guardian.wait_ready()
@@ -265,7 +296,7 @@ class Process:
     def _child_spec(self, job: GuardedJob, ends: tuple[int, int, int]) -> ChildSpec:
         inherited = {name: value for name, value in os.environ.items() if name != NOTIFY_FD}
         env = {**(inherited if self._env is None else self._env), job.marker: marker_value()}
-        spec = ChildSpec(self._argv, env, self._cwd, *ends)
+        spec = ChildSpec(self._argv, env, self._cwd, *ends, self._pass_fds)
         return spec if limit.original is None else with_descriptor_limit(spec, limit.original)
 
     def _open_ends(self, standard: StandardStreams, opened: ExitStack) -> tuple[int, int, int]:

@@ -476,6 +476,7 @@ class LaunchSpec(SpecValue, prefix=""):
         if self.preload and self.start_method != "forkserver":
             raise SpecError("preload", ",".join(self.preload), "needs start method 'forkserver'")
         self.restart.check_with(self.max_restarts)
+        self.stop.checked_without_pipe()
         self._check_rendezvous()
         if isinstance(self.nproc_per_node, int):
             self.check_with(self.nproc_per_node)

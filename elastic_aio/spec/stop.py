@@ -14,7 +14,8 @@ STOP_SIGNALS: Final = frozenset({1, 2, 3, 15})
 """SIGHUP, SIGINT, SIGQUIT and SIGTERM: torchrun handles them, and passes them on."""
 DEFAULT_GRACE: Final = 25.0
 """Seconds between SIGTERM and SIGKILL: Kubernetes and Slurm kill the launcher after 30."""
-
+EOF: Final = -1
+"""In place of the signal of a first step: standard input is closed, if it is a pipe."""
 
 StopScope = Literal["leaders", "all"]
 """Whom a signal of a stop plan reaches first; SIGKILL reaches every process.  "leaders": the first
@@ -32,7 +33,8 @@ class StopStep(SpecValue):
     """Send a signal, then wait before the next step for the processes to exit."""
 
     signal: Converted[int, int | str] = field(kw_only=False)
-    """Number of the signal; also given as a name."""
+    """Number of the signal; also given as a name.  "EOF" (-1) closes standard input instead: only
+    as the first step for a process of `open_process` that has a pipe there."""
     grace: float = field(kw_only=False)
     """Seconds."""
     target: StopScope | None = field(default=None, kw_only=False)
@@ -43,7 +45,8 @@ class StopStep(SpecValue):
         checks.check_number(name, self.grace, at_least=0, what="grace ")
         if self.target is not None:
             _scope(name, self.target, "target ")
-        self._set(signal=checks.signal_number(name, self.signal), grace=float(self.grace))
+        number = EOF if self.signal in ("EOF", EOF) else checks.signal_number(name, self.signal)
+        self._set(signal=number, grace=float(self.grace))
 
     if TYPE_CHECKING:
 
@@ -62,6 +65,8 @@ def _steps(name: str, value: Any) -> tuple[StopStep, ...]:
         steps.append(step)
     if any(step.signal == SIGKILL for step in steps[:-1]):
         raise SpecError(name, value, "no step may follow SIGKILL")
+    if any(step.signal == EOF for step in steps[1:]):
+        raise SpecError(name, value, "EOF must be the first step")
     return tuple(step for step in steps if step.signal != SIGKILL)
 
 
@@ -112,9 +117,20 @@ class StopPlan(SpecValue, prefix="stop."):
         checks.check_number("stop.grace", grace, at_least=0)
         return cls(((SIGTERM, grace),), scope=scope, linger=linger)
 
+    @property
+    def closes_input(self) -> bool:
+        """Whether the first step closes standard input."""
+        return bool(self.steps) and self.steps[0].signal == EOF
+
+    def checked_without_pipe(self) -> StopPlan:
+        """Return this plan, or raise SpecError if it closes an input, which is no pipe here."""
+        if self.closes_input:
+            raise SpecError("stop.steps", str(self), "must not begin with EOF: stdin is no pipe")
+        return self
+
     def reaches_all(self, step: StopStep) -> bool:
         """Return whether the signal of a step is sent to every process at once."""
-        return (step.target or self.scope) == "all"
+        return step.signal != EOF and (step.target or self.scope) == "all"
 
     def starting_with(self, signal: int) -> StopPlan:
         """Return this plan with its first signal replaced by a requested one."""
@@ -145,7 +161,8 @@ class StopPlan(SpecValue, prefix="stop."):
 
     def __str__(self) -> str:
         named = [
-            f"{signal_name(step.signal)}{' to all' * self.reaches_all(step)} {step.grace:g} s"
+            f"{'EOF' if step.signal == EOF else signal_name(step.signal)}"
+            f"{' to all' * self.reaches_all(step)} {step.grace:g} s"
             for step in self.steps
         ]
         return ", ".join([*named, "SIGKILL"])

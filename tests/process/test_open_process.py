@@ -33,6 +33,7 @@ pytestmark = pytest.mark.both_loops
 GUARD = 30.0
 ROOT = Path(__file__).parents[2]
 SHORT = StopPlan.within(0.2)
+EOF_FIRST = StopPlan([("EOF", 1), ("SIGTERM", 1)])
 
 # A server on stdin and stdout, as of MCP: it starts a helper and a helper with a session of its
 # own, ignores SIGTERM, and floods stderr.  It answers each line with the pids of all three.
@@ -296,6 +297,97 @@ async def test_a_cancelled_scope_stops_by_the_plan(tmp_path: Path) -> None:
     assert (tmp_path / "saved").exists()
 
 
+# A server that saves at the end of its input, and notes what it gets after that.
+SAVES = """
+import os, signal, sys
+def note(text):
+    with open(sys.argv[1], "a") as file: print(text, file=file)
+if "ignores" in sys.argv:
+    signal.signal(signal.SIGTERM, lambda *_: note("SIGTERM"))
+print("up", flush=True)
+for line in sys.stdin: pass
+note("EOF")
+while "stays" in sys.argv: signal.pause()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["return", "exception", "cancelled", "cancelled twice", "anyio"])
+@pytest.mark.parametrize("kind", ["", "ignores"])
+async def test_the_end_of_its_input_comes_first(how: str, kind: str, tmp_path: Path) -> None:
+    """A server that needs no signal gets none, however the block is left."""
+
+    async def use() -> None:
+        argv = python(SAVES, tmp_path / "notes", kind)
+        async with open_process(argv, stdin=PIPE, stdout=PIPE, stop=StopPlan.within(9)) as server:
+            servers.append(server)
+            await line(server.stdout)
+            await leave(how, server)
+
+    servers: list[Process] = []
+    await asyncio.gather(asyncio.ensure_future(use()), return_exceptions=True)
+    assert servers[0].returncode == 0
+    assert (tmp_path / "notes").read_text() == "EOF\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plan", "notes", "seconds"),
+    [
+        (StopPlan.within(0.4), ["EOF", "SIGTERM"], 0.8),
+        (StopPlan([("EOF", 0.5), ("SIGTERM", 0.4)]), ["EOF", "SIGTERM"], 0.9),
+        (StopPlan([("EOF", 0.2)]), ["EOF"], 0.2),
+        (StopPlan(()), [], 0),
+    ],
+    ids=str,
+)
+async def test_signals_follow_the_end_of_the_input(
+    plan: StopPlan, notes: list[str], seconds: float, tmp_path: Path
+) -> None:
+    """As the plan says; one without a step kills at once."""
+    path = tmp_path / "notes"
+    path.touch()
+    argv = python(SAVES, path, "ignores", "stays")
+    async with open_process(argv, stdin=PIPE, stdout=PIPE, stop=plan) as server:
+        assert await line(server.stdout) == "up\n"
+        begun = time.monotonic()
+    assert server.returncode == -signal.SIGKILL
+    assert path.read_text().splitlines() == notes
+    assert seconds <= time.monotonic() - begun < seconds + 2
+
+
+async def test_what_a_process_leaves_at_the_end_of_its_input_is_stopped() -> None:
+    """At once, and not after the time that the process itself has."""
+    argv, plan = ["sh", "-c", "sleep 99 & echo $!; cat"], StopPlan([("EOF", 99), ("SIGTERM", 9)])
+    async with open_process(argv, stdin=PIPE, stdout=PIPE, stop=plan) as process:
+        helper = int(await line(process.stdout))
+        begun = time.monotonic()
+    assert process.returncode == 0
+    assert not alive(helper)
+    assert time.monotonic() - begun < GUARD
+
+
+async def test_another_plan_closes_the_input_too() -> None:
+    """Inside the block; only where there is a pipe."""
+    async with open_process(["cat"], stdin=PIPE) as process:
+        await process.stop(StopPlan([("EOF", GUARD)]))
+        assert process.returncode == 0
+    async with open_process(SLEEPER, stop=SHORT) as process:
+        with pytest.raises(SpecError, match=r"^stop\.steps: must not begin with EOF"):
+            await process.stop(EOF_FIRST)
+
+
+async def test_a_process_inherits_descriptors() -> None:
+    """Under their numbers; those of its streams stay its streams."""
+    reader, writer = os.pipe()
+    with open(reader, "rb") as source, open(writer, "wb") as target:
+        argv = python("import os, sys; print('out'); os.write(int(sys.argv[1]), b'in')", writer)
+        async with open_process(argv, stdout=PIPE, pass_fds=[writer, 1]) as process:
+            target.close()
+            assert await line(process.stdout) == "out\n"
+        assert source.read() == b"in"
+
+
 async def test_a_daemon_is_gone() -> None:
     """It has left the session and its parents; the block is left when its parent has ended."""
     async with open_process(python(DAEMON), stdout=PIPE, stop=SHORT) as process:
@@ -419,7 +511,7 @@ async def test_processes_share_a_guardian() -> None:
     """A further one takes its pipes, a pidfd and the reserve of its tree."""
     async with open_process(SLEEPER):
         before = open_descriptors()
-        async with open_process(SLEEPER, stdin=PIPE, stdout=PIPE, stderr=PIPE):
+        async with open_process(SLEEPER, stdin=PIPE, stdout=PIPE, stderr=PIPE, stop=SHORT):
             guardians = [one for one in leaked_processes().values() if "guardian_main.py" in one]
             assert len(guardians) == 1
             assert len(open_descriptors()) - len(before) <= 8
@@ -438,6 +530,12 @@ async def test_processes_share_a_guardian() -> None:
         ({"stdin": STDOUT}, r"stdin: must be a descriptor, a file, PIPE, DEVNULL or None \(.*\)"),
         ({"stdout": "log"}, r"stdout: must be a descriptor, .* \(got 'log'\)"),
         ({"stderr": -9}, r"stderr: must be .*, PIPE, DEVNULL, STDOUT or None \(got -9\)"),
+        ({"stop": EOF_FIRST}, r"stop.steps: must not begin with EOF: stdin is no pipe \(.*\)"),
+        ({"stop": EOF_FIRST, "stdin": DEVNULL}, r"stop.steps: must not begin with EOF: .* pipe .*"),
+        ({"pass_fds": 3}, r"pass_fds: must be a list \(got 3\)"),
+        ({"pass_fds": ["3"]}, r"pass_fds: must be a whole number of at least 0 \(got '3'\)"),
+        ({"pass_fds": [-1]}, r"pass_fds: must be a whole number of at least 0 \(got -1\)"),
+        ({"pass_fds": [999_999]}, r"pass_fds: must be open descriptors \(got 999999\)"),
         ({"stop": 5}, r"stop: must be a StopPlan \(got 5\)"),
         ({"env": {"A": 1}}, r"env\['A'\]: must be text without NUL \(got 1\)"),
         ({"cwd": ""}, r"cwd: must be a path \(got ''\)"),

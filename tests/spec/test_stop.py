@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from elastic_aio.errors import SpecError
+from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.stop import SignalSpec, StopPlan, StopStep
 
 
@@ -76,6 +77,19 @@ def test_signals_are_names_or_numbers() -> None:
     spec = SignalSpec(stop=["SIGTERM", signal.SIGINT], forward=[])
     assert spec.stop == frozenset({2, 15})
     assert spec.forward == frozenset()
+
+
+def test_a_first_step_may_close_the_input() -> None:
+    """Its text is `EOF`; it reaches no process as a signal does."""
+    plan = StopPlan([("EOF", 2), ("SIGTERM", 1)], scope="all")
+    assert str(plan) == "EOF 2 s, SIGTERM to all 1 s, SIGKILL"
+    assert (plan.closes_input, plan.grace) == (True, 3)
+    assert plan.replace(reap_timeout=5).closes_input
+    assert not StopPlan(()).closes_input
+    with pytest.raises(SpecError, match=r"^stop\.steps: EOF must be the first step \(got"):
+        StopPlan([("SIGTERM", 1), ("EOF", 2)])
+    with pytest.raises(SpecError, match=r"^stop\.steps: must not begin with EOF: stdin is"):
+        LaunchSpec("x.py", stop=plan)
 
 
 def test_a_step_accepts_a_name() -> None:

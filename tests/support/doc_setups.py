@@ -317,7 +317,7 @@ SETUPS: dict[tuple[str, str], Setup] = {
     ),
     ("processes.md", "StopPlan.within(5)) as process"): Setup(prints=("b'hello\\n'", "...0...")),
     ("processes.md", "as server:\n    ..."): Setup(
-        before="import anyio\nfrom subprocess import PIPE\nfrom elastic_aio import open_process\n"
+        before="from subprocess import PIPE\nfrom elastic_aio import StopPlan, open_process\n"
         'argv = ["cat"]\n'
     ),
     ("processes.md", "start_blocking_portal"): Setup(
