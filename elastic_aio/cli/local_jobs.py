@@ -71,7 +71,7 @@ def command(name: str) -> Callable[[Command], Command]:
                 code = run(argv)
                 _flush()  # at the exit, an error has another code
                 return code
-            except UsageError as error:
+            except (UsageError, SpecError) as error:
                 return print_error(name, str(error), 2)
             except (JobError, ControlError) as error:
                 return print_error(name, str(error), 1)
@@ -365,7 +365,7 @@ def main_stop(argv: Sequence[str]) -> int:
         "--reason", default="", metavar="TEXT", help="for the events and the result"
     )
     arguments = parser.parse_args(argv)
-    number = None if arguments.signal is None else _signal_number("--signal", arguments.signal)
+    number = None if arguments.signal is None else signal_number("--signal", arguments.signal)
     name, child = with_child(arguments.job, arguments.child)
     job = choose_job_to_change(name)
     check_child(job, child)
@@ -524,7 +524,7 @@ def main_signal(argv: Sequence[str]) -> int:
     if not 1 <= len(arguments.words) <= 2:
         raise UsageError("SIGNAL: must be given, after JOB if that is given too")
     *name, text = arguments.words
-    number = _signal_number("SIGNAL", text)
+    number = signal_number("SIGNAL", text)
     rank = None
     if arguments.rank is not None and (rank := parse_int(arguments.rank)) is None:
         raise invalid_value("--rank", "must be a whole number", arguments.rank)
@@ -581,10 +581,3 @@ def _ended(job: RunningJob, reply: EndReply) -> str:
     else:
         ended = f"job {job} {reply.state.value}"
     return f"{ended}, exit code {reply.exit_code}: {one_line(reply.why)}"
-
-
-def _signal_number(option: str, text: str) -> int:
-    try:
-        return signal_number(option, text)
-    except SpecError as error:
-        raise invalid_value(option, error.problem, text) from None
