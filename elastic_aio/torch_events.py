@@ -30,6 +30,7 @@ from elastic_aio import events, node_events
 from elastic_aio.outcome import Failure, JobState
 from elastic_aio.spec.checks import UsageError, invalid_value
 from elastic_aio.status import StatusTracker
+from elastic_aio.text import redacted
 
 GROUPS: Final = ("elastic_aio.event_handlers", "torchrun.handlers")
 """Entry point groups of handlers, torchrun's own among them; the first wins."""
@@ -302,7 +303,7 @@ def load_event_handler(name: str) -> Callable[[Send], Callable[[events.Event], N
 
         def on_event(event: events.Event) -> None:
             for line in translate(event):
-                send(json.dumps(line))
+                send(redacted(json.dumps(line)))
 
         return on_event
 

@@ -11,6 +11,8 @@ from typing import Any, ClassVar, Final, TypeVar, cast
 
 import msgspec
 
+from elastic_aio.text import redacted
+
 _T = TypeVar("_T")
 
 _encoder = msgspec.json.Encoder()
@@ -71,19 +73,20 @@ _ESCAPES: Final = rb"(?i)((?:\\\\|\\ud[89ab]..\\ud[c-f]..)+)|((?:\\udc[89a-f].)+
 
 
 def to_json(value: object) -> bytes:
-    """Return a value or plain data as JSON in UTF-8, which `from_json` reads.
+    """Return a value or plain data, `redacted`, as JSON in UTF-8, which `from_json` reads.
 
     Text of the operating system may have bytes that are not UTF-8.  JSON has such a byte as
     `\\udcXX`, as Python's `json` has: it reads the same text.
     """
     try:
-        return _encoder.encode(value)
+        content = _encoder.encode(value)
     except UnicodeEncodeError:
         text = json.dumps(msgspec.to_builtins(value, str_keys=True), separators=(",", ":"))
         if "NaN" in text or "Infinity" in text:  # which are no numbers of JSON
             plain = json.loads(text, parse_constant=lambda _: None)
             text = json.dumps(plain, separators=(",", ":"))
-        return re.sub(_ESCAPES, lambda m: m[0] if m.lastindex else b"\\" + m[0], text.encode())
+        content = re.sub(_ESCAPES, lambda m: m[0] if m.lastindex else b"\\" + m[0], text.encode())
+    return redacted(content.decode()).encode() if b"//" in content else content
 
 
 def from_json(content: bytes, kind: type[_T]) -> _T:

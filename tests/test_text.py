@@ -19,6 +19,7 @@ from elastic_aio.text import (
     os_bytes,
     os_text,
     printable,
+    redacted,
     shown_bytes,
     truncate,
 )
@@ -50,6 +51,30 @@ def test_control_characters_cannot_leave_the_line() -> None:
     """Not even the escape that begins a terminal's commands, nor Unicode's own newline."""
     assert one_line("\x1b[2Ja\r\n b\u2028c\udcff ") == r"[2Ja b c\udcff"
     assert one_line("a b c", 4) == "a b…"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("redis://bob:pw@db:6379/0", "redis://bob:***@db:6379/0"),
+        ("to redis://:pw@db, http://a:b@c refused", "to redis://:***@db, http://a:***@c refused"),
+        ("A=x://bob:p:w@ss@h B='y://u:p@h/?q=1'", "A=x://bob:***@h B='y://u:***@h/?q=1'"),
+        ("postgres://bob:a/b+c==@db/x", "postgres://bob:***@db/x"),
+        ("socks5h://bob:pw@[::1]:1080", "socks5h://bob:***@[::1]:1080"),
+        ("h:1,etcd://bob:pw@h:2,h:3", "h:1,etcd://bob:***@h:2,h:3"),
+        *[
+            (same, same)
+            for same in (
+                "http://h:80/@a", "http://[::1]:80/a@b", "ssh://git@h/x", "git@h:x/y", "a:b@c",
+                "http://h:80 a@b", "mailto:a@b", "//", "@",
+            )
+        ],
+    ],
+)  # fmt: skip
+def test_no_line_has_the_password_of_a_url(text: str, shown: str) -> None:
+    """On the console and in JSON; what is no password stays."""
+    assert redacted(text) == one_line(text) == printable(text) == shown
+    assert printable(f"{text}\n\x1b{text}") == f"{shown}  {shown}"
 
 
 class _TwoLines:

@@ -182,3 +182,13 @@ class Texts(msgspec.Struct):
     text: str
     other: str = ""
     number: float = 0.0
+
+
+def test_json_has_no_password_of_a_url() -> None:
+    """Of an event, a status, a record."""
+    url = 'redis://u:pw@h "x'
+    assert json.loads(to_json([url, "a@b", {url: f"{url}\n{url}"}])) == [
+        (shown := url.replace("pw", "***")),
+        "a@b",
+        {shown: f"{shown}\n{shown}"},
+    ]

@@ -22,6 +22,7 @@ from elastic_aio.spec.fields import SpecValue, spec_fields
 from elastic_aio.spec.group import restart_limit
 from elastic_aio.spec.job import Function, LaunchSpec
 from elastic_aio.spec.restart import UNLIMITED
+from elastic_aio.text import redacted
 from elastic_aio.worker.context import REAL_LOCAL_RANK, WorkerContext
 
 _SETTINGS: Final = ("ready", "alive", "sockets", "limits")
@@ -62,7 +63,7 @@ def main_dry_run(request: RunRequest) -> int:
         return print_error("run", as_option_error(error, request.variables), 2)
     except SpawnError as error:
         return print_error("run", str(error), error.exit_code)
-    print("\n".join(plan_lines(spec, nproc, cpus, os.environ)))
+    print(redacted("\n".join(plan_lines(spec, nproc, cpus, os.environ))))
     return 0
 
 

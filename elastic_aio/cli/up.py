@@ -19,7 +19,7 @@ from elastic_aio.spec.files import spec_from_procfile, spec_from_toml
 from elastic_aio.spec.group import AnySpec, GroupSpec
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.spec.restart import restarts_text
-from elastic_aio.text import counted, error_reason
+from elastic_aio.text import counted, error_reason, redacted
 
 if TYPE_CHECKING:
     from elastic_aio.spec.job import LaunchSpec
@@ -59,7 +59,7 @@ def main_up(argv: Sequence[str], *, owns_process: bool = True) -> int:
     except (UsageError, SpecError) as error:
         return print_error("up", as_option_error(error, {}), 2)
     if request.is_dry_run:
-        print("\n".join(plan_lines(spec)))
+        print(redacted("\n".join(plan_lines(spec))))
         return 0
     from elastic_aio.cli.run import main_run
 

@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from elastic_aio.errors import SpecError
 from elastic_aio.outcome import SIGNAL_NUMBERS
+from elastic_aio.text import redacted
 
 Kind = TypeVar("Kind")
 
@@ -244,8 +245,7 @@ def signal_number(name: str, value: object) -> int:
     """Return the number of a signal: of 10, or of the text `10`, `USR1`, `SIGUSR1` or `RTMIN+3`."""
     number = value
     if isinstance(value, str):
-        known = SIGNAL_NUMBERS.get(f"SIG{value.upper().removeprefix('SIG')}")
-        number = parse_int(value) if known is None else known
+        number = SIGNAL_NUMBERS.get(f"SIG{value.upper().removeprefix('SIG')}") or parse_int(value)
     if not is_integer(number) or number not in SIGNAL_NUMBERS.values():
         raise SpecError(name, value, "must be a signal number or a name such as 'SIGTERM'")
     return int(number)
@@ -266,6 +266,7 @@ def parse_host_port(
     """
     forms = "HOST:PORT or [IPV6]:PORT" if default_port is None else "HOST:PORT, [IPV6]:PORT or HOST"
     text = checked_text(name, value)
+    value = text if "//" in text else redacted(f"//{text}")[2:]
     if "://" in text:
         raise SpecError(name, value, f"must be {forms}, without a scheme")
     match = _HOST_PORT.fullmatch(text)
@@ -292,7 +293,8 @@ def checked_host(name: str, value: object) -> str:
     host = checked_text(name, value)
     # A single colon would be a port's; an IPv6 address has more.
     if not is_host_name(host) or host.count(":") == 1 or "[" in host:
-        raise SpecError(name, host, "must be the name or address of a host, without a port")
+        shown = redacted(f"//{host}")[2:]
+        raise SpecError(name, shown, "must be the name or address of a host, without a port")
     return host
 
 

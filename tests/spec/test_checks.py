@@ -201,6 +201,12 @@ def test_a_default_port() -> None:
         ("~:1", "must be HOST:PORT or [IPV6]:PORT (got '~:1')"),
         ("a :1", "must be HOST:PORT or [IPV6]:PORT (got 'a :1')"),
         ("[::~]:1", "must be HOST:PORT or [IPV6]:PORT (got '[::~]:1')"),
+        ("u:pw@a:1", "must have a port from 1 to 65535 (got 'u:***@a:1')"),
+        (":pw@a:1", "must be HOST:PORT or [IPV6]:PORT (got ':***@a:1')"),
+        (
+            "redis://u:pw@a:1",
+            "must be HOST:PORT or [IPV6]:PORT, without a scheme (got 'redis://u:***@a:1')",
+        ),
         (7, "must be text without NUL (got 7)"),
     ],
 )
