@@ -19,6 +19,7 @@ from importlib import import_module
 
 from elastic_aio._version import __version__
 from elastic_aio.cli.forced_exit import forced_exit
+from elastic_aio.cli.standard_streams import flush_output, use_standard_streams
 
 _ALL_SIGNALS = signal.valid_signals()
 
@@ -95,7 +96,13 @@ def _run_to_exit(main: Callable[[], int]) -> int:
     try:
         # The mask is inherited: signals that the parent has blocked could not stop a job.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _ALL_SIGNALS)
+        use_standard_streams()
         code = main()
+        flush_output()
+    except OSError as error:
+        from elastic_aio.cli.options import print_output_error  # for errors only
+
+        code = print_output_error("", error)
     except KeyboardInterrupt:
         # The modules were still being imported, or the sub-command handles no signals.
         code = 128 + signal.SIGINT

@@ -7,7 +7,6 @@ agents, and need no store and no option.  `logs`, `top`, `why` and `events` choo
 from __future__ import annotations
 
 import functools
-import os
 import signal
 import sys
 import time
@@ -15,8 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from elastic_aio.cli import status_text
-from elastic_aio.cli.options import print_error
+from elastic_aio.cli.options import print_error, print_output_error
 from elastic_aio.cli.parser import OptionParser
+from elastic_aio.cli.standard_streams import flush_output
 from elastic_aio.control.client import (
     NO_JOB,
     CommandClient,
@@ -39,7 +39,7 @@ from elastic_aio.spec.checks import (
     signal_number,
 )
 from elastic_aio.status import JobStatus, is_below
-from elastic_aio.text import counted, error_reason, one_line
+from elastic_aio.text import counted, one_line
 from elastic_aio.value import to_json
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def command(name: str) -> Callable[[Command], Command]:
         def main(argv: Sequence[str]) -> int:
             try:
                 code = run(argv)
-                _flush()  # at the exit, an error has another code
+                flush_output()  # at the exit, an error has another code
                 return code
             except (UsageError, SpecError) as error:
                 return print_error(name, str(error), 2)
@@ -78,22 +78,11 @@ def command(name: str) -> Callable[[Command], Command]:
             except KeyboardInterrupt:
                 return 128 + signal.SIGINT
             except OSError as error:  # a pipe or disk takes no output, or no descriptor is left
-                try:
-                    _flush()
-                except OSError:  # as the flush at exit would
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-                if isinstance(error, BrokenPipeError):
-                    return 128 + signal.SIGPIPE
-                return print_error(name, error_reason(error), 1)
+                return print_output_error(name, error)
 
         return main
 
     return decorate
-
-
-def _flush() -> None:
-    if sys.stdout is not None:  # it was closed
-        sys.stdout.flush()
 
 
 def job_parser(

@@ -11,12 +11,15 @@ from __future__ import annotations
 import os
 import re
 import resource
+import signal
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from elastic_aio.cli.standard_streams import StandardStream, flush_output
 from elastic_aio.spec import checks
 from elastic_aio.spec.fields import Option, SpecValue, spec_fields
-from elastic_aio.text import did_you_mean, one_line, shown_bytes
+from elastic_aio.text import did_you_mean, error_reason, one_line, shown_bytes
 
 if TYPE_CHECKING:
     from elastic_aio.launcher import LoopFactory
@@ -217,7 +220,18 @@ def print_error(command: str, text: str, code: int) -> int:
     if text.startswith("--") and " (got " in text and os.isatty(2):
         hint = f"; see aio-elastic help {text.partition(':')[0]}"
     try:
-        os.write(2, shown_bytes(f"{prefix}: {one_line(text)}{hint}\n"))
+        StandardStream(2).write(shown_bytes(f"{prefix}: {one_line(text)}{hint}\n"))
     except OSError:
         pass  # closed, full or broken: the exit code remains
     return code
+
+
+def print_output_error(command: str, error: OSError) -> int:
+    """Say that an output takes no more, which a reader that has exited knows; return the code."""
+    try:
+        flush_output()
+    except OSError:  # as the flush at exit would
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
+        return 128 + signal.SIGPIPE
+    return print_error(command, error_reason(error), 1)

@@ -38,7 +38,7 @@ class OptionParser(argparse.ArgumentParser):
     def print_help(self, file: Any = None) -> None:
         """Print the help, or leave the parser itself in `captured`."""
         if self.captured is None:
-            super().print_help(file)
+            print(self.format_help(), end="", file=file, flush=True)
         else:
             self.captured.append(self)
 

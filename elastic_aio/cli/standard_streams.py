@@ -1,0 +1,57 @@
+"""The standard output and error of a command: all of a text is written, or an error is raised.
+
+O_NONBLOCK is a flag of the open file description (open(2)): another program that has the terminal,
+pipe or socket too may set the flag at any time.
+"""
+
+from __future__ import annotations
+
+import io
+import select
+import sys
+from typing import Any
+
+
+class StandardStream(io.FileIO):
+    """A descriptor, which stays open; a write waits until all is written, also with O_NONBLOCK."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+
+    def write(self, data: Any, /) -> int:
+        left = memoryview(data)
+        size = len(left)
+        while left:
+            # None: it takes nothing now.
+            if (count := super().write(left)) is None:
+                self._wait()
+            left = left[count or 0 :]
+        return size
+
+    def _wait(self) -> None:
+        poll = select.poll()
+        poll.register(self, select.POLLOUT)
+        poll.poll()  # also returns when the last reader has exited
+
+
+def use_standard_streams() -> None:
+    """Make `sys.stdout` and `sys.stderr` wait, unless they are closed or another program's."""
+    for descriptor, name in (1, "stdout"), (2, "stderr"):
+        former = getattr(sys, name)
+        if former is None or former is not getattr(sys, f"__{name}__"):
+            continue
+        former.flush()
+        stream = io.TextIOWrapper(
+            io.BufferedWriter(StandardStream(descriptor)),
+            former.encoding,
+            former.errors,
+            line_buffering=former.line_buffering or former.write_through,
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def flush_output() -> None:
+    """Write out what `sys.stdout` holds, or raise an OSError."""
+    if sys.stdout is not None:  # it was closed
+        sys.stdout.flush()
