@@ -26,6 +26,8 @@ from collections.abc import Callable, Collection, Coroutine, Iterable
 from concurrent.futures import Executor, Future
 from typing import Any, Generic, Never, ParamSpec, TypeVar, TypeVarTuple
 
+from elastic_aio.errors import HostError
+
 T = TypeVar("T")
 P = ParamSpec("P")
 Ts = TypeVarTuple("Ts")
@@ -88,9 +90,20 @@ class ForkGuard:
         return os.getpid() != self._pid
 
 
+def check_select() -> None:
+    """Raise HostError in a program that has taken `select.epoll` away."""
+    if not hasattr(select, "epoll"):
+        problem = "this program has no select.epoll, which gevent's monkey patching removes"
+        raise HostError(f"{problem}: start jobs in a process that is not patched")
+
+
 def running_loop() -> asyncio.AbstractEventLoop:
-    """Return the running event loop; RuntimeError if trio runs this code, for example."""
+    """Return the running event loop; RuntimeError if trio runs this code, for example.
+
+    HostError: see `check_select`.
+    """
     # Public entry points call it before they do anything.
+    check_select()
     try:
         return asyncio.get_running_loop()
     except RuntimeError:

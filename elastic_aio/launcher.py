@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from elastic_aio.agent.agent import Agent, driver_of
 from elastic_aio.agent.event_log import EventListener
 from elastic_aio.agent.machine import StopReceived
-from elastic_aio.aio import create_task, running_loop, wait_shielded
+from elastic_aio.aio import check_select, create_task, running_loop, wait_shielded
 from elastic_aio.errors import SpecError
 from elastic_aio.logs.console import ConsoleTarget
 from elastic_aio.outcome import LaunchResult, signal_name
@@ -211,6 +211,7 @@ def run_coroutine(
         pass  # no loop is running, as required
     else:
         raise RuntimeError("an event loop is running in this thread: use `await launch(spec)`")
+    check_select()
     _check_descriptors()
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(make())

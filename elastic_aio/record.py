@@ -223,7 +223,7 @@ class RecordFiles:
     def __init__(self, log_dir: str | None) -> None:
         """Prepare; nothing is made before the first `write`.  `log_dir` is the run's own."""
         self.problem = ""
-        """Why the record in the run's own directory is not complete."""
+        """Why the record in the run's own directory is not complete, or is not locked."""
         self._log_dir = log_dir
         self._entry: RunDirectory | None = None
 
@@ -237,6 +237,8 @@ class RecordFiles:
         """
         if self._entry is None:
             self._entry = _make_entry(record)
+            if self._entry.unlocked is not None:
+                self.problem = f"{error_reason(self._entry.unlocked)}: {self._entry.path}"
         record = replace(record, state_dir=self._entry.path)
         all_of_it = record, b"".join(event_to_json(event) + b"\n" for event in added), report
         try:

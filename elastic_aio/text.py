@@ -35,9 +35,13 @@ def format_duration(seconds: float) -> str:
 _LIMITS: Final = {errno.EMFILE: ("RLIMIT_NOFILE", "-n"), errno.EFBIG: ("RLIMIT_FSIZE", "-f")}
 
 
+# What a sandbox, an old kernel or a file system answers to a call that it does not have.
+_NO_CALL: Final = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, 524}
+
+
 def error_reason(error: OSError) -> str:
     """Return why a call failed, as the end of a sentence: `no such file or directory`."""
-    # It names the resource limit that made the call fail, if there was one.
+    # It names the resource limit that made the call fail, if there was one, or a refused call.
     reason = lower_first(error.strerror or str(error) or type(error).__name__)
     if error.errno in _LIMITS:
         import resource  # for errors only: workers load this module
@@ -45,7 +49,19 @@ def error_reason(error: OSError) -> str:
         name, option = _LIMITS[error.errno]
         soft, _ = resource.getrlimit(getattr(resource, name))
         reason += f"; the limit is {soft} (raise it with ulimit {option})"
+    if error.errno in _NO_CALL and error.filename is None and (name := _called(error)):
+        return f"{name}: {reason}"
     return reason
+
+
+def _called(error: OSError) -> str:
+    """Return the system call that raised an error, by the text of its line; empty if unknown."""
+    import re  # for errors only
+    import traceback
+
+    line = "".join(frame.line or "" for frame in traceback.extract_tb(error.__traceback__)[-1:])
+    found = re.search(r"\b(?:os|_?signal|select|fcntl|resource|_?socket)\.([a-z]\w*)\(", line)
+    return found[1] if found else ""
 
 
 def lower_first(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -42,6 +43,7 @@ from tests.support.children import (
     until,
     until_sync,
 )
+from tests.support.cli import run_program
 from tests.support.leaks import alive
 
 pytestmark = pytest.mark.both_loops
@@ -443,3 +445,39 @@ def test_the_program_ends_while_a_job_runs_in_the_background(
         pids = runner.run(main())
     assert sorted((tmp_path / "stopped").read_text().split()) == ["0", "1"]
     assert not any(map(alive, pids))
+
+
+WITHOUT_EPOLL = """
+import select
+del select.epoll
+import asyncio
+from elastic_aio import Agent, HostError, LaunchSpec, launch, open_process, run
+from elastic_aio.sync import spawn
+
+async def enter(make):
+    async with make():
+        pass
+
+for start in (
+    lambda: run(LaunchSpec(["true"])),
+    lambda: spawn(print, nprocs=1),
+    lambda: asyncio.run(launch(LaunchSpec(["true"]))),
+    lambda: asyncio.run(enter(lambda: Agent(LaunchSpec(["true"])))),
+    lambda: asyncio.run(enter(lambda: open_process(["true"]))),
+):
+    try:
+        start()
+    except HostError as error:
+        print(error)
+"""
+
+
+def test_a_program_without_epoll() -> None:
+    """A patch of the standard library takes it away; each entry refuses in one line."""
+    ended = run_program([sys.executable, "-c", WITHOUT_EPOLL])
+    assert (ended.code, ended.err) == (0, "")
+    assert len(ended.out.splitlines()) == 5
+    assert {*ended.out.splitlines()} == {
+        "this program has no select.epoll, which gevent's monkey patching removes: start jobs in a"
+        " process that is not patched"
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import stat
@@ -252,6 +253,17 @@ def test_a_run_is_known_to_go_on_as_long_as_it_has_its_lock(tmp_path: Path) -> N
     files.close()
     assert [run.is_lost for run in recorded_runs()] == [True]
     assert run_in(str(tmp_path)).is_lost
+
+
+def test_a_home_without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record is there, and says what it lacks."""
+    monkeypatch.setattr(fcntl, "LOCK_SH", 0)  # which is refused
+    files = RecordFiles(None)
+    files.write(GOING, [STARTED])
+    files.close()
+    (run,) = recorded_runs()
+    assert (run.run_id, run.is_lost, run.events()) == (GOING.run_id, False, [STARTED])
+    assert files.problem == f"flock: invalid argument: {run.directory}"
 
 
 def test_fifty_runs_are_kept_and_those_that_go_on(state: Path) -> None:

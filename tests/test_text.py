@@ -128,3 +128,13 @@ def test_a_reason_begins_with_a_small_letter_unless_it_is_a_name(text: str, expe
 
 def test_the_reason_of_an_error_without_a_number() -> None:
     assert error_reason(OSError("AF_UNIX path too long")) == "AF_UNIX path too long"
+
+
+def test_a_refused_system_call_is_named() -> None:
+    """It is what a sandbox, an old kernel or a file system does not have."""
+    with pytest.raises(OSError, match="Invalid") as caught:
+        os.memfd_create("x" * 300)
+    assert error_reason(caught.value) == "memfd_create: invalid argument"
+    with pytest.raises(FileNotFoundError) as missing:
+        open("/proc/self/task/x", "w").close()
+    assert error_reason(missing.value) == "no such file or directory"

@@ -72,6 +72,8 @@ class RunDirectory:
         self.has_captured = False
         """Whether the file of a captured stream was made."""
         self._lock = -1
+        self.unlocked: OSError | None = None
+        """Why no lock says that the run goes on: then it removes no run, and no run removes it."""
         self._node: NodeRecord | None = None
 
     def __repr__(self) -> str:
@@ -131,12 +133,21 @@ class RunDirectory:
         return RunDirectory(path, is_temporary=kind, has_logs=has_logs, is_child=True)
 
     def lock(self) -> None:
-        """Mark this directory as a running job's, or raise an OSError."""
+        """Mark this directory as a running job's, or raise an OSError.
+
+        A file system without locks takes the logs: see `unlocked`.
+        """
         path, flags = f"{self.path}/{_LOCK}", os.O_CREAT | os.O_EXCL | _LOCK_FLAGS
         try:
             # Not for other users, whose lock on it would be waited for.
             self._lock = os.open(f"{path}.new", flags, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_SH)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_SH)
+            except OSError as error:
+                self.unlocked = error
+                self.close()
+                os.unlink(f"{path}.new")
+                return
             # Not earlier: without the lock it is the directory of a run that has ended.
             os.rename(f"{path}.new", path)
         except OSError:
@@ -292,9 +303,14 @@ class RunDirectory:
 
         Keeps `keep` runs, this one included.  Only directories of this user with our lock file
         count; the directories of a job count as one run.
+
+        Raises:
+            OSError: the directory cannot be read, or its file system has no locks.
         """
         if self.path is None:
             return
+        if self.unlocked is not None:
+            raise self.unlocked
         parent = os.path.dirname(self.path)
         runs: defaultdict[str, list[tuple[float, str]]] = defaultdict(list)
         kept = {self.job, self.path}

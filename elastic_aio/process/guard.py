@@ -86,8 +86,13 @@ def main() -> int:
 
 def _check_kernel(listed: int) -> None:
     """Use what the end of the job will need, so that a lack is an error at the start."""
-    descriptor = os.pidfd_open(os.getpid())
-    signal.pidfd_send_signal(descriptor, 0)
+    call = "pidfd_open"
+    try:
+        descriptor = os.pidfd_open(os.getpid())
+        call = "pidfd_send_signal"
+        signal.pidfd_send_signal(descriptor, 0)
+    except OSError as error:
+        sys.exit(f"{call}: {error.strerror}")
     os.close(descriptor)
     descendants.read_jobs(listed)
 

@@ -40,6 +40,7 @@ from elastic_aio.process.guardian_process import (
     GuardianProcess,
 )
 from elastic_aio.spec.stop import StopPlan
+from elastic_aio.text import error_reason
 
 # Seconds in which a guardian has to report that it works: far more than a busy host needs.
 _START_S = 30.0
@@ -170,7 +171,7 @@ class _Keeper:
             self._anchor = os.eventfd(0, os.EFD_CLOEXEC)
         except OSError as error:
             self._watch.close()
-            raise HostError(f"{FAILED}: {error}") from error
+            raise HostError(f"{FAILED}: {error_reason(error)}") from error
         _LoopAnchor(self._anchor, self._on_loop_closed)
         self.loop.add_reader(program.pipes.reports, self._on_report)
         program.watchers.add(self)
@@ -307,7 +308,7 @@ class _Watch:
         try:
             self._pidfd = PidfdWatch(os.pidfd_open(process.process.pid), self._on_end)
         except OSError as error:  # no descriptor left for the pidfd
-            raise HostError(f"{FAILED}: {error}") from error
+            raise HostError(f"{FAILED}: {error_reason(error)}") from error
         self.look()
 
     def look(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 import sys
@@ -16,6 +17,7 @@ from elastic_aio.errors import HostError, SpecError
 from elastic_aio.logs.files import RunDirectory
 from elastic_aio.logs.paths import NodeRecord, WorkerLogs, plan_logs
 from elastic_aio.spec.logs import LogSpec, Std, StdMap
+from elastic_aio.text import error_reason
 
 
 @pytest.fixture
@@ -320,6 +322,26 @@ def test_old_runs_are_counted_by_job(logs: Path) -> None:
     running.close()
     directory.remove_old_runs(1)
     assert set(os.listdir(logs)) == {os.path.basename(str(directory.path)), own}
+    directory.close()
+
+
+def test_a_file_system_without_locks(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the logs; then nothing is removed, by this run or by another."""
+    ended = make_ended("a", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "LOCK_SH", 0)  # which is refused
+        directory = RunDirectory.make(KEPT, "r")
+    directory.note_job("b")
+    with pytest.raises(OSError, match="Invalid") as caught:
+        directory.remove_old_runs(1)
+    assert error_reason(caught.value) == "flock: invalid argument"
+    own = os.path.basename(str(directory.path))
+    assert {*os.listdir(logs)} == {ended, own}
+    assert os.listdir(logs / own) == []
+    later = RunDirectory.make(KEPT, "r")
+    later.remove_old_runs(1)
+    assert {*os.listdir(logs)} == {own, os.path.basename(str(later.path))}
+    later.close()
     directory.close()
 
 
