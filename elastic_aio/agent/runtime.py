@@ -444,13 +444,16 @@ class LocalRuntime:
     ) -> Child:
         """Start a worker, which inherits the socket `notify`, or raise SpawnError or HostError."""
         standard = self._standard_streams
-        takes_stdin = self.spec.stdin == "rank0" and local_rank == 0
+        source, place = self.spec.stdin if local_rank == 0 else "null", self.place
+        if source == "auto" and place is not None and place.path != ("0" if place.worker else ""):
+            source = "null"  # of several programs none is asked at the terminal
+        stdin = standard.null if source == "null" else standard.take_terminal()
         command = self.entrypoint.command(local_rank)
         child_spec = ChildSpec(
             argv=command.argv,
             env=env,
             cwd=self.spec.cwd,
-            stdin=standard.inherited(0) if takes_stdin else standard.null,
+            stdin=standard.inherited(0) if source == "rank0" else stdin,
             stdout=streams[0],
             stderr=streams[1],
             pass_fds=command.pass_fds if notify is None else (*command.pass_fds, notify),
@@ -505,6 +508,10 @@ class LocalRuntime:
         reset = default_interrupts() if subreaper.owns_process else nullcontext()
         with self.tree.starting(), reset:
             return await spawner(child_spec)
+
+    def restore_terminal(self) -> None:
+        """Undo what a worker has done to the mode of the terminal; none runs any more."""
+        self._standard_streams.restore_terminal()
 
     @property
     def _standard_streams(self) -> StandardStreams:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import os
 import resource
+from contextlib import suppress
+from typing import ClassVar
 
 from msgspec.structs import replace
 
@@ -135,6 +137,9 @@ class StandardStreams:
     descriptor with this flag is no standard stream.
     """
 
+    holder: ClassVar[StandardStreams | None] = None
+    """Of which a worker has the terminal."""
+
     def __init__(self) -> None:
         """Open `/dev/null`, and occupy the numbers of closed standard streams with it.
 
@@ -158,7 +163,39 @@ class StandardStreams:
         except OSError:
             return self.null
 
+    def take_terminal(self) -> int:
+        """Return standard input if it is a terminal with this process in the foreground.
+
+        Else, and while another job of this process has the terminal: `/dev/null`.  The taker, in a
+        session of its own, can read without SIGTTIN.  `restore_terminal` must follow.
+        """
+        with suppress(OSError):  # no terminal of this session
+            if _in_foreground() and self.holder in (None, self):
+                import termios  # for a terminal only
+
+                StandardStreams.holder = self
+                self._mode = termios.tcgetattr(0)
+                return self.inherited(0)
+        return self.null
+
+    def restore_terminal(self) -> None:
+        """Give the terminal its mode again: the taker may have been killed in raw mode.
+
+        In the background the mode is the shell's.  Idempotent.
+        """
+        if self.holder is self:
+            import termios
+
+            StandardStreams.holder = None
+            with suppress(OSError, termios.error):  # it has hung up
+                if _in_foreground():
+                    termios.tcsetattr(0, termios.TCSANOW, self._mode)
+
     def close(self) -> None:
         """Close `/dev/null`.  Idempotent."""
         while self._opened:
             os.close(self._opened.pop())
+
+
+def _in_foreground() -> bool:
+    return os.tcgetpgrp(0) == os.getpgrp()

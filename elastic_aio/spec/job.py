@@ -407,14 +407,16 @@ class LaunchSpec(SpecValue, prefix=""):
     host_store: bool = field(default=True)
     """Whether the agent serves torch's store at that port, a fresh one for each attempt; otherwise
     worker 0 has to."""
-    stdin: Literal["null", "rank0"] = field(
-        default="null",
-        check=checks.OneOf(("null", "rank0")),
+    stdin: Literal["auto", "null", "rank0"] = field(
+        default="auto",
+        check=checks.OneOf(("auto", "null", "rank0")),
         own_option="--stdin SOURCE",
-        help="stdin of local rank 0: 'null' or 'rank0' (inherit); other workers have 'null'"
-        " (default 'null')",
+        help="stdin of local rank 0: 'rank0' (the launcher's), 'null', or 'auto': the launcher's if"
+        " that is a terminal, in the foreground; other workers have 'null' (default 'auto')",
     )
-    """Standard input of the workers: "null", or "rank0": local rank 0 inherits the launcher's."""
+    """Standard input of local rank 0: "rank0" is the launcher's, "null" is `/dev/null`, and "auto"
+    is the launcher's if that is a terminal, in the foreground, and the job is no child of a group.
+    Other workers have `/dev/null`."""
     python: Converted[str | None, str | PathLike[str] | None] = field(
         default=None, check=checks.checked_path, label="PYTHON_EXEC"
     )

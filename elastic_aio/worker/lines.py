@@ -28,6 +28,15 @@ def write_lines() -> None:
             stream.write = _split(stream.write)
         except (AttributeError, OSError, ValueError):
             pass  # there is none, or it is another implementation's
+    if sys.stdin is not None and sys.stdin.isatty():
+        sys.addaudithook(_on_audit)
+
+
+def _on_audit(event: str, _: object) -> None:
+    """Undo `write_lines` where a debugger begins, which would step into the `write` of here."""
+    if event == "sys.settrace":
+        for stream in (sys.stdout, sys.stderr):
+            vars(stream).pop("write", None)
 
 
 def _split(write: "Any") -> "Any":

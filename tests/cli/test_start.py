@@ -66,7 +66,7 @@ agent.supervisor child_events spec.group
 STANDARD = """
 argparse bz2 concurrent.futures.thread difflib email encodings.idna gettext hashlib hmac http
 importlib.metadata importlib.util lzma multiprocessing pickle random shutil tempfile unicodedata
-urllib zlib
+termios urllib zlib
 """
 """Modules of the standard library that such a start does without."""
 

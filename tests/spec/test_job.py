@@ -25,7 +25,7 @@ def test_the_defaults_are_torchruns() -> None:
         "default",
         None,
         None,
-        "null",
+        "auto",
         None,
     )
     assert dict(spec.env) == {}

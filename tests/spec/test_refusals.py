@@ -88,7 +88,7 @@ ONE: dict[type[SpecValue], dict[str, list[tuple[Any, str]]]] = {
             (5, f"{TEXT} (got 5)"),
             ("\ud800", r"must be text in UTF-8 (got '\ud800')"),
         ],
-        "stdin": [("all", "must be 'null' or 'rank0' (got 'all')")],
+        "stdin": [("all", "must be 'auto', 'null' or 'rank0' (got 'all')")],
         "python": [("", "must be a path (got '')")],
         "event_history": [(0, f"{WHOLE} 1 (got 0)")],
     },
