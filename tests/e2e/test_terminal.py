@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.children import DEADLINE_S
+from tests.e2e.test_signals import in_state
+from tests.support.children import DEADLINE_S, until_sync
 from tests.support.cli import CLI, environment
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -28,6 +29,7 @@ AT_TERMINAL = [
     "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
     " os.execvp(sys.argv[1], sys.argv[1:])",
 ]
+PROMPT = "ready> "
 RUN = [*CLI, "run", "--nproc-per-node", "2"]
 
 INPUT = 'print("got", input("choice? "))'
@@ -45,7 +47,9 @@ class Terminal:
         self.before = self.mode
         files: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), self.descriptor)
         argv = [*AT_TERMINAL, *argv]
-        self.process = subprocess.Popen(argv, **files, env=environment(), start_new_session=True)
+        self.process = subprocess.Popen(
+            argv, **files, env=environment({"PS1": PROMPT}), start_new_session=True
+        )
         self.text = ""
 
     @property
@@ -164,22 +168,26 @@ def test_the_terminal_has_its_mode_again(end: str, script: Path) -> None:
 
 def test_job_control_of_a_shell(script: Path) -> None:
     """A job that begins in the background reads nothing; Ctrl-Z and `fg` lose no input."""
-    write(script, "import os\nprint('null', os.path.realpath('/proc/self/fd/0'))\n" + INPUT)
+    write(script, "print(os.getpid(), 'has', os.path.realpath('/proc/self/fd/0'))\n" + INPUT)
     script.with_name("run").write_text(shlex.join([*map(str, RUN), str(script)]))
     with terminal("bash", "--norc", "-i") as one:
+        one.wait_text(PROMPT)
         one.type(f"set -o notify; . {script.with_name('run')} &\n")
-        one.wait_text("null /dev/null")
+        one.wait_text("has /dev/null")
         one.wait_text("EOFError")
         one.wait_text("Exit 1")
         one.type(f". {script.with_name('run')}\n")
-        one.wait_text("null /dev/pts")
+        pid = int(one.wait_text(r"(\d+) has /dev/pts")[1])
         one.wait_text(r"choice\? ")
         one.type("\x1a")
         one.wait_text("Stopped")
+        until_sync(in_state("T", pid), "a worker that reads no more")
+        one.wait_text(PROMPT)
         one.type("fg\n")
         one.wait_text(r"run\n?")
         one.type("7\n")
         one.wait_text("got 7")
         one.wait_text("finished")
+        one.wait_text(PROMPT)
         one.type("exit\n")
         assert one.process.wait(DEADLINE_S) == 0
