@@ -19,7 +19,7 @@ from importlib import import_module
 
 from elastic_aio._version import __version__
 from elastic_aio.cli.forced_exit import forced_exit
-from elastic_aio.cli.standard_streams import flush_output, use_standard_streams
+from elastic_aio.cli.standard_streams import use_standard_streams
 
 _ALL_SIGNALS = signal.valid_signals()
 
@@ -98,7 +98,7 @@ def _run_to_exit(main: Callable[[], int]) -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _ALL_SIGNALS)
         use_standard_streams()
         code = main()
-        flush_output()
+        print(end="", flush=True)
     except OSError as error:
         from elastic_aio.cli.options import print_output_error  # for errors only
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Final
 from elastic_aio.cli import status_text
 from elastic_aio.cli.options import print_error, print_output_error
 from elastic_aio.cli.parser import OptionParser
-from elastic_aio.cli.standard_streams import flush_output
 from elastic_aio.control.client import (
     NO_JOB,
     CommandClient,
@@ -69,7 +68,7 @@ def command(name: str) -> Callable[[Command], Command]:
         def main(argv: Sequence[str]) -> int:
             try:
                 code = run(argv)
-                flush_output()  # at the exit, an error has another code
+                print(end="", flush=True)  # at the exit, an error has another code
                 return code
             except (UsageError, SpecError) as error:
                 return print_error(name, str(error), 2)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from elastic_aio.aio import cancel_and_wait, create_task
 from elastic_aio.cli import local_jobs
+from elastic_aio.cli.options import print_error
 from elastic_aio.control.client import (
     CommandClient,
     JobClient,
@@ -82,7 +83,7 @@ def main_logs(argv: Sequence[str]) -> int:
         kept = "captured output is kept only if a job fails, and if there is some"
         raise local_jobs.JobError(f"no log file of this job is left in {directory} ({kept})")
     if [*streams] and (missing := streams_without_file(workers)):
-        _note(f"{missing} is in no file and not shown (see --tee and --redirects)")
+        print_error("logs", f"{missing} is in no file and not shown (see --tee and --redirects)", 0)
     printer = LinePrinter(has_prefix=rank is None and len(workers) != 1)
     if arguments.follow and isinstance(job, RunningJob):
         run_coroutine(partial(_follow, job, after, streams, (rank, child), printer))
@@ -132,10 +133,6 @@ def streams_without_file(workers: Sequence[WorkerStatus]) -> str:
         "standard error": [worker.stderr_path for worker in workers],
     }
     return " and ".join(name for name, paths in streams.items() if None in paths)
-
-
-def _note(text: str) -> None:
-    print(f"aio-elastic logs: {text}", file=sys.stderr)
 
 
 def present_streams(status: JobStatus, rank: int | None, lines: int) -> LoggedStreams:
@@ -239,7 +236,7 @@ class LinePrinter:
         text = line.raw
         if line.missed != 0:
             size = "a part" if line.missed is None else counted(line.missed, "byte")
-            _note(f"rank {line.rank}: {size} of {line.stream} can be read no more")
+            print_error("logs", f"rank {line.rank}: {size} of {line.stream} can be read no more", 0)
         if self._unfinished != source or line.missed != 0:
             if self._has_prefix and text:
                 # An independent worker of a job without children has its rank as its path.

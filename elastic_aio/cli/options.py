@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from elastic_aio.cli.standard_streams import StandardStream, flush_output
+from elastic_aio.cli.standard_streams import StandardStream
 from elastic_aio.spec import checks
 from elastic_aio.spec.fields import Option, SpecValue, spec_fields
 from elastic_aio.text import did_you_mean, error_reason, one_line, shown_bytes
@@ -229,7 +229,7 @@ def print_error(command: str, text: str, code: int) -> int:
 def print_output_error(command: str, error: OSError) -> int:
     """Say that an output takes no more, which a reader that has exited knows; return the code."""
     try:
-        flush_output()
+        print(end="", flush=True)
     except OSError:  # as the flush at exit would
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):

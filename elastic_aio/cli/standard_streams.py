@@ -20,18 +20,13 @@ class StandardStream(io.FileIO):
 
     def write(self, data: Any, /) -> int:
         left = memoryview(data)
-        size = len(left)
         while left:
-            # None: it takes nothing now.
-            if (count := super().write(left)) is None:
-                self._wait()
+            if (count := super().write(left)) is None:  # it takes nothing now
+                poll = select.poll()
+                poll.register(self, select.POLLOUT)
+                poll.poll()  # also returns when the last reader has exited
             left = left[count or 0 :]
-        return size
-
-    def _wait(self) -> None:
-        poll = select.poll()
-        poll.register(self, select.POLLOUT)
-        poll.poll()  # also returns when the last reader has exited
+        return len(data)
 
 
 def use_standard_streams() -> None:
@@ -49,9 +44,3 @@ def use_standard_streams() -> None:
         )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-
-
-def flush_output() -> None:
-    """Write out what `sys.stdout` holds, or raise an OSError."""
-    if sys.stdout is not None:  # it was closed
-        sys.stdout.flush()

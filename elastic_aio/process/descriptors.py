@@ -173,8 +173,8 @@ class StandardStreams:
             if _in_foreground() and self.holder in (None, self):
                 import termios  # for a terminal only
 
-                StandardStreams.holder = self
                 self._mode = termios.tcgetattr(0)
+                StandardStreams.holder = self
                 return self.inherited(0)
         return self.null
 
@@ -192,7 +192,8 @@ class StandardStreams:
                     termios.tcsetattr(0, termios.TCSANOW, self._mode)
 
     def close(self) -> None:
-        """Close `/dev/null`.  Idempotent."""
+        """Close `/dev/null`, and restore the terminal.  Idempotent."""
+        self.restore_terminal()
         while self._opened:
             os.close(self._opened.pop())
 
