@@ -202,6 +202,7 @@ def parse_run(
     accepted = (*RUN_OPTIONS, USE_ENV) if is_launch else RUN_OPTIONS
     options, program = split_options(argv, accepted)
     notes: list[str] = []
+    env = _without_services(env)
     if is_in_worker(env):
         from elastic_aio.torch_variables import outside_worker  # most launchers are in none
 
@@ -255,6 +256,14 @@ def _misplaced(
     if list(argv[-len(program) - 1 : -len(program)]) != ["--"]:
         warnings += argument_warnings(program[0], args, accepted)
     return warnings
+
+
+def _without_services(env: Mapping[str, str]) -> Mapping[str, str]:
+    """Leave out what Kubernetes sets for a Service whose name looks like a PET_* variable."""
+    found = [name[:-12] for name in env if name[:4] == "PET_" and name.endswith("_SERVICE_HOST")]
+    own = tuple(begin + end for begin in found for end in ("SERVICE_", "PORT_"))
+    urls = {f"{begin}PORT" for begin in found if "://" in env.get(f"{begin}PORT", "")}
+    return {name: env[name] for name in env if not (name.startswith(own) or name in urls)}
 
 
 def _apply_scheduler(values: dict[str, str | None], env: Mapping[str, str]) -> list[str]:

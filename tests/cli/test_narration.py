@@ -267,6 +267,10 @@ def test_abbreviations_of_torchrun_stay_unambiguous(word: str, full: str) -> Non
         ({"PET_NPROC_PERNODE": "4"}, ["PET_NPROC_PERNODE has no effect; did you mean"
                                       " PET_NPROC_PER_NODE?"]),
         ({"PET_STDIN": "rank0"}, ["PET_STDIN has no effect: use --stdin"]),
+        ({"PET_SERVICE_HOST": "10.0.0.1", "PET_SERVICE_PORT": "80", "PET_PORT": "tcp://10.0.0.1:80",
+          "PET_PORT_80_TCP": "tcp://10.0.0.1:80", "PET_PORT_80_TCP_PORT": "80",
+          "PET_MASTER_SERVICE_HOST": "10.0.0.2", "PET_MASTER_SERVICE_PORT": "80",
+          "PET_MASTER_PORT": "tcp://10.0.0.2:80", "PET_MASTER_PORT_80_TCP_ADDR": "10.0.0.2"}, []),
         ({"PET_SHOP": "1", "PATH": "a", "PET_": "b", "PET_NNODES": "1"}, []),
     ],
 )  # fmt: skip
