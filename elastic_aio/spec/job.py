@@ -279,9 +279,9 @@ class LaunchSpec(SpecValue, prefix=""):
         default=1,
         check=_nproc,
         option="--nproc-per-node N",
-        help="workers per node: a number, 'cpu' (one per usable CPU), 'gpu' or 'xpu' (one per"
-        " visible device), the name of a private-use backend such as 'npu', or 'auto'"
-        " (devices if there are any, else CPUs) (default 1)",
+        help="workers per node: a number, 'cpu' (one per usable CPU; a CPU quota does not count),"
+        " 'gpu' or 'xpu' (one per visible device), the name of a private-use backend such as 'npu',"
+        " or 'auto' (devices if there are any, else CPUs) (default 1)",
     )
     """Workers per node; "cpu", "gpu", "xpu" and "auto" count what the host has.  So does the name
     of a private-use backend: "npu", "mlu", "musa", "hpu", or a plug-in of the entry point group
