@@ -371,6 +371,11 @@ class StatusTracker:
         return self.phase == "running"
 
     @property
+    def has_run(self) -> bool:
+        """Whether all workers of an attempt, or of a leaf below, have run."""
+        return any(leaf._has_run for leaf in self.leaves())
+
+    @property
     def has_ended(self) -> bool:
         return self.phase in _FINAL
 

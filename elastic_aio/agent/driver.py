@@ -690,8 +690,9 @@ class Driver(BaseDriver):
         try:
             await self._current_group.start()
         except SpawnError as error:
+            is_permanent = error.permanent and not self._event_log.tracker.has_run
             return machine.StartFailed(
-                effect.attempt, str(error), error.permanent, error.exit_code, error.local_rank
+                effect.attempt, str(error), is_permanent, error.exit_code, error.local_rank
             )
         except HostError as error:
             return machine.StartFailed(effect.attempt, str(error), False, 1, 0)

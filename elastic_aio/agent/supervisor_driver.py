@@ -44,6 +44,7 @@ from elastic_aio.logs.streams import LoggedStreams
 from elastic_aio.outcome import (
     SIGKILL,
     AttemptResult,
+    ExitStatus,
     Failure,
     JobOutcome,
     JobState,
@@ -648,23 +649,50 @@ class SupervisorDriver(BaseDriver):
                 path = self._path if of_workers else joined(self._path, effect.name)
                 refusal = _of_child(error, path)
             self.refusal = refusal, str(refusal)
-            outcome = JobOutcome(JobState.FAILED, str(refusal), 2 if is_wrong else 1)
-            self._end_start(effect, outcome, is_permanent=is_wrong)
+            self._fail_start(effect, str(refusal), 2 if is_wrong else 1)
             return
         start.driver.done.add_done_callback(lambda _: self._on_child_done(start))
         start.open()
 
+    def _fail_start(self, effect: supervisor.StartChild, why: str, code: int) -> None:
+        """Report a start that could not be opened: if it is not for good, as a failed attempt."""
+        path, failures = joined(self._path, effect.name), ()
+        tracker = self._parts.event_log.tracker.find(path) or StatusTracker()
+        if not (is_permanent := code == 2 and not tracker.has_run):
+            failure = Failure(
+                rank=effect.rank or 0,
+                local_rank=0,
+                pid=None,
+                host=self._parts.host,
+                status=ExitStatus(code=code),
+                time=wall_clock(),
+                order=-1,
+                message=why,
+            )
+            failures = (failure,)
+            failed = events.AttemptFailed(attempt=tracker.attempt, root=failure, failures=failures)
+            self._parts.event_log.append(failed, path)
+        outcome = JobOutcome(JobState.FAILED, why, code)
+        self._end_start(effect, outcome, failures, is_permanent=is_permanent)
+
     def _end_start(
-        self, effect: supervisor.StartChild, outcome: JobOutcome, *, is_permanent: bool = False
+        self,
+        effect: supervisor.StartChild,
+        outcome: JobOutcome,
+        failures: tuple[Failure, ...] = (),
+        *,
+        is_permanent: bool = False,
     ) -> None:
         """Answer a start that was never open."""
         start = self._starts.pop((effect.name, effect.generation), None)
         if start is not None:
             start.over.set_result(None)
-            ended = supervisor.ChildEnded(
-                effect.name, effect.generation, outcome, is_permanent=is_permanent
+            name, generation = effect.name, effect.generation
+            self.receive(
+                supervisor.ChildEnded(
+                    name, generation, outcome, failures, is_permanent=is_permanent
+                )
             )
-            self.receive(ended)
             self._close_unused()
 
     async def _open_listeners(self, effect: supervisor.StartChild) -> Listeners | None:

@@ -78,7 +78,9 @@ def _running_of(status: JobStatus) -> str:
 
 def child_row(child: JobStatus, now: float) -> tuple[str, ...]:
     """Return the cells of a child for `CHILD_COLUMNS`."""
-    ready = child.ready_since
+    ready, why = child.ready_since, child.reason
+    if child.phase == "restarting" and child.failed_attempt >= child.attempt:
+        why = child.failure
     return (
         one_line(child.child, _NAME_MAX),
         child.phase,
@@ -87,7 +89,7 @@ def child_row(child: JobStatus, now: float) -> tuple[str, ...]:
         str(child.generation),
         str(child.restarts),
         _running_of(child),
-        one_line(child.reason or child.failure, _REPORTED_MAX),
+        one_line(why or child.failure, _REPORTED_MAX),
     )
 
 

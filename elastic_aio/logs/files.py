@@ -124,6 +124,7 @@ class RunDirectory:
         """
         if (path := self.path) is None:
             return RunDirectory(None)
+        self._make_again(path)
         for name in filter(None, child.split("/")):
             path = f"{path}/{name}"
             with suppress(FileExistsError):
@@ -197,13 +198,19 @@ class RunDirectory:
 
     def _make(self, directory: str, *, may_be_full: bool) -> None:
         try:
+            self._make_again(os.path.dirname(directory))
             os.mkdir(directory)
         except OSError as error:
-            # Without its parent, which a full disk did not take.
-            if not may_be_full or error.errno not in {*_FULL, errno.ENOENT}:
+            if not may_be_full or error.errno not in _FULL:
                 raise
         else:
             self._created.append(directory)
+
+    def _make_again(self, directory: str) -> None:
+        """Make a directory that was made before, if a cleaner of old files has removed it."""
+        if not os.path.isdir(directory):
+            self._make_again(os.path.dirname(directory))
+            os.mkdir(directory, 0o700 if self._is_temporary else 0o777)
 
     @contextmanager
     def open_streams(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -32,6 +34,7 @@ from elastic_aio import (
     WorkerStarted,
     launch,
 )
+from elastic_aio.events import AttemptFailed
 from elastic_aio.spec.restart import Decide
 from tests.support.children import python, restart_count_exits, shell, until
 from tests.support.leaks import alive
@@ -511,6 +514,44 @@ async def test_a_script_that_python_could_not_run(kind: str, tmp_path: Path) -> 
     code, message = await cannot_start(LaunchSpec(str(script)))
     assert code == (127 if kind == "missing" else 126)
     assert str(script) in message
+
+
+async def test_a_program_that_has_run_may_be_away(tmp_path: Path) -> None:
+    """A restart that cannot start it is one more failure; the last one decides the exit code."""
+    program = tmp_path / "server"
+    program.write_text('#!/bin/sh\nmv "$0" "$0.new"; exit 3\n')
+    program.chmod(0o755)
+    events: list[Event] = []
+    spec = LaunchSpec([str(program)], max_restarts=2, restart=at_once())
+    result = await failed(spec, events)
+    assert (result.restarts, result.exit_code) == (2, 127)
+    causes = [event.root.summary for event in events if isinstance(event, AttemptFailed)]
+    assert "exit code 3" in causes[0]
+    assert [cause.partition(": ")[2] for cause in causes[1:]] == (
+        [f"cannot run {program}: command not found"] * 2
+    )
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+async def test_a_log_directory_that_is_removed_is_made_again(
+    tmp_path: Path, *, is_named: bool
+) -> None:
+    """The next attempt has its files, below a directory that others may not enter, as before."""
+    logs = LogSpec(log_dir=tmp_path / "logs" if is_named else None, redirects=3)
+    script = "[ $TORCHELASTIC_RESTART_COUNT = 0 ] && exec sleep 99; echo again"
+    spec = LaunchSpec(shell(script), max_restarts=1, restart=at_once(), logs=logs)
+    async with Agent(spec) as agent, asyncio.timeout(GUARD):
+        await until(agent.pids)
+        directory = agent.status().log_dir
+        assert directory is not None
+        shutil.rmtree(tmp_path / "logs" if is_named else directory)
+        os.kill(agent.pids()[0], signal.SIGKILL)
+        result = await agent.wait()
+    (kept,) = Path(directory).glob("attempt_1/0/stdout.log")
+    assert kept.read_text() == "again\n"
+    assert result.log_dir == directory
+    assert is_named or not os.stat(directory).st_mode & 0o077
+    shutil.rmtree(directory)
 
 
 async def test_a_script_relative_to_the_working_directory(tmp_path: Path) -> None:

@@ -33,7 +33,14 @@ from elastic_aio.agent.agent import driver_of, make_agent
 from elastic_aio.agent.supervisor import ChildRestartReceived, SupervisorMachine
 from elastic_aio.agent.supervisor_driver import SupervisorDriver
 from elastic_aio.child_events import ChildFinished, ChildLaunched, ReadinessChanged
-from elastic_aio.events import Event, JobFinished, JobStarted, StopRequested, WorkerStarted
+from elastic_aio.events import (
+    AttemptFailed,
+    Event,
+    JobFinished,
+    JobStarted,
+    StopRequested,
+    WorkerStarted,
+)
 from elastic_aio.outcome import JobState
 from elastic_aio.spec.restart import UNLIMITED, Backoff, RestartPolicy
 from tests.support import functions
@@ -455,6 +462,56 @@ async def test_a_reload_by_a_program_that_does_not_exist_fails() -> None:
     async with Agent(spec) as agent, asyncio.timeout(DEADLINE_S):
         await until_all_run(agent)
         assert not await agent.reload("b", leaf(["/no/such/program"]))
+
+
+async def test_a_program_that_is_away_for_a_while(tmp_path: Path) -> None:
+    """Its children are started again and again, and no other one; each failed start says why."""
+    program, away = tmp_path / "server", tmp_path / "away"
+    program.symlink_to("/bin/sleep")
+    argv = [str(program), "99"]
+    policy = {"when": "always", "backoff": Backoff(initial=0.05, cap=0.05)}
+    children = {
+        "a": leaf(argv, restart=RestartPolicy(**policy)),
+        "b": leaf(),
+        "c": workers(1, argv, policy=policy, max_restarts=0),
+    }
+    async with Agent(GroupSpec(children, window=None)) as agent, asyncio.timeout(DEADLINE_S):
+        await until_all_run(agent)
+        before = agent.pids("b")
+        program.rename(away)
+        for child in ("a", "c"):
+            os.kill(agent.pids(child)[0], signal.SIGKILL)
+        missing = {"a", "c/0"}
+        async for event in agent.events():
+            if isinstance(event, AttemptFailed) and event.root.pid is None:
+                assert event.root.summary == f"rank 0: cannot run {program}: command not found"
+                missing.discard(event.child)
+            if not missing:
+                break
+        away.rename(program)
+        await until(lambda: agent.pids("a") and agent.pids("c"))
+        assert agent.pids("b") == before
+
+
+async def test_a_child_that_cannot_be_opened_says_why(tmp_path: Path) -> None:
+    """The event and the status have the reason of each failed start."""
+    logs = LogSpec(log_dir=tmp_path / "logs", redirects=3)
+    policy = RestartPolicy(when="always")
+    spec = GroupSpec({"a": leaf(restart=policy), "b": leaf()}, logs=logs)
+    async with Agent(spec) as agent, asyncio.timeout(DEADLINE_S):
+        await until_all_run(agent)
+        directory = Path(str(agent.status().log_dir))
+        directory.rename(tmp_path / "moved")
+        directory.touch()
+        os.kill(agent.pids("a")[0], signal.SIGKILL)
+        async for event in agent.events():
+            if isinstance(event, AttemptFailed) and event.root.pid is None:
+                break
+        assert event.child == "a"
+        assert "cannot create the directory of a: " in event.sentence
+        assert agent.children()["a"].failure == event.root.summary
+        directory.unlink()
+        await until(lambda: agent.status().is_ready)
 
 
 async def test_two_reloads_at_once() -> None:
