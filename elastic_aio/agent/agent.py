@@ -24,7 +24,7 @@ from elastic_aio.agent.preflight import (
 from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.aio import EventReader, running_loop, wait_shielded
 from elastic_aio.errors import JobFailed, JobPreempted, JobStopped, RendezvousFailed, SpecError
-from elastic_aio.events import ControlUnavailable, Event
+from elastic_aio.events import AttemptFailed, ControlUnavailable, Event
 from elastic_aio.logs.console import ConsoleTarget
 from elastic_aio.logs.streams import LoggedStream
 from elastic_aio.outcome import JobState, LaunchResult
@@ -428,8 +428,12 @@ class Agent:
 
         Cancellation: the request stays.
         """
-        if isinstance(self._started_driver, Driver) and not child and spec is None:
+        driver = self._started_driver
+        if isinstance(driver, Driver) and not child and spec is None:
+            await driver.check_reload()
             return await self.restart("a reload was requested")
+        if spec is not None and spec.run_id not in (None, self.run_id):
+            raise SpecError("run_id", spec.run_id, f"must stay {self.run_id!r}: the job runs")
         from elastic_aio.agent.supervisor import ReloadReceived
         from elastic_aio.child_events import (
             ChildFinished,
@@ -439,10 +443,11 @@ class Agent:
         )
 
         self._tracker(child)
+        supervisor, name = self._supervisor_of(child)
+        await supervisor.check_reload(name, spec)
         log = self._event_log
         last = log.count - 1
         events = log.read(last)
-        supervisor, name = self._supervisor_of(child)
         changed = supervisor.restarted_by(name, spec)
         if changed is not None:  # what does not run is started later, or not at all
             root, is_new = log.tracker, spec is not None
@@ -455,6 +460,8 @@ class Agent:
             is_failed = isinstance(event, ReloadFailed) and is_below(event.child, child)
             if isinstance(event, ChildFinished) and event.state is JobState.FAILED:
                 is_failed = event.child in (changed or ())
+            if isinstance(event, AttemptFailed) and event.root.pid is None:  # no start
+                is_failed = any(is_below(event.child, one) for one in changed or ())
             if event.seq >= begun and is_failed:
                 return False
             if isinstance(event, ReloadFinished) and event.child == child and changed is None:

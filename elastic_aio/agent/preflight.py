@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import socket
@@ -9,7 +10,9 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from elastic_aio.aio import run_shielded
 from elastic_aio.errors import HostError, InternalError, SpawnError, SpecError
+from elastic_aio.process.children import ChildSpec, Spawner, check_directory, check_program
 from elastic_aio.process.guardian_process import list_size
 from elastic_aio.ranks import with_local_rank
 from elastic_aio.spec.job import NPROC_ACCEPTED, Command, Function, LaunchSpec, Module, Script
@@ -209,6 +212,47 @@ def check_runnable(spec: LaunchSpec) -> None:
         raise SpawnError(
             f"script is a directory without __main__.py: {path}", permanent=True, exit_code=126
         )
+
+
+async def check_start(spec: LaunchSpec, spawner: Spawner) -> None:
+    """Raise SpecError if workers of a spec cannot be started here: before what runs is stopped.
+
+    Limits are tried by a process that ends at once.
+    """
+    nproc = resolve_nproc(spec)
+    check_preload(spec)
+    field = type(spec.entrypoint).__name__.lower()
+    try:
+        check_file_size(spec, nproc)
+        check_runnable(spec)
+        is_call = isinstance(spec.entrypoint, Function)
+        argv = (spec.python or sys.executable,) if is_call else worker_argv(spec, 0)
+        own = spec.worker_env[0] if spec.worker_env else {}
+        env = {**worker_env(spec, nproc, {}), **own}
+        child = ChildSpec(argv, env, spec.cwd, 0, 1, 2)
+        check_directory(child)
+        check_program(child)
+        if spec.limits is not None:
+            field = "limits"
+            await _try_limits(spec, env, spawner)
+    except (SpawnError, HostError) as error:
+        raise SpecError(field, spec.name, str(error)) from error
+
+
+async def _try_limits(spec: LaunchSpec, env: Mapping[str, str], spawner: Spawner) -> None:
+    from elastic_aio.agent.worker_setup import WorkerSetup  # few jobs have one
+
+    setup, null = WorkerSetup(spec.replace(sockets=()), 1), os.open(os.devnull, os.O_RDWR)
+    try:
+        await setup.open()
+        spawned = setup.spawn_command(spawner, ChildSpec(("true",), env, None, null, null, null))
+        await asyncio.wait([(await spawned).exited])
+    except SpawnError as error:
+        if str(error).startswith("limits."):  # else this host lacks `true`
+            raise
+    finally:
+        os.close(null)
+        await run_shielded(setup.aclose)
 
 
 def check_preload(spec: LaunchSpec) -> None:

@@ -9,7 +9,8 @@ A child
 =======
 
 * It is started when all children that it is `after` are ready, or have succeeded; one that is not
-  essential may also have failed.  With the strategy rest_for_one it is after the one before too.
+  essential may also have failed.  One that has a `ready`, and ends before it is so, has failed if
+  others are after it.  With the strategy rest_for_one it is after the one before too.
 * A gang that restarts on failure under one_for_one, and is after no other, restarts itself, and
   its failure is final; so does one of several nodes, or with a `decide`.  Others are restarted
   here, by the budget of their policy.
@@ -20,6 +21,8 @@ A child
 * Each restart of an essential child after a failure counts for the window of the group, also
   those that a leaf makes.
 * A child that is stopped by request stays so until its restart is requested.
+* A child that a reload has made or changed, and that cannot be started, fails for itself: the group
+  goes on, and the next reload starts it, also by the same spec.
 * Results carry their generation.  A late result is dropped here, and only here.
 
 ::
@@ -54,7 +57,8 @@ The group
   a stop or a notice.  The first of these counts.
 * When it ends, all children are stopped, each after those that are after it.  A stop by SIGKILL
   reaches all at once.
-* Children with a notice of a preemption end by themselves; none is started any more.
+* Children with a notice of a preemption end by themselves; none is started any more.  When a child
+  of `ends_with` has ended, or all essential children have, the others are stopped.
 * After a stop, children that had begun to end by themselves before the stop still count: what ends
   later is stopped, whatever its code says.
 
@@ -201,9 +205,13 @@ class ChildRestartReceived(ChildRequest, frozen=True):
 
 
 class ReloadReceived(ChildRequest, frozen=True):
-    """A child is to run a new spec, None for the same: workers and replicas one after the other."""
+    """A child is to run a new spec, None for the same: workers and replicas one after the other.
+
+    `is_same`: the last reload has had this spec; what it has failed to change is changed.
+    """
 
     spec: AnySpec | None = None
+    is_same: bool = False
 
 
 class ScaleReceived(ChildRequest, frozen=True):
@@ -323,6 +331,7 @@ LIVE_PHASES = (ChildPhase.STARTING, ChildPhase.RUNNING)
 
 RELOADED = "a reload was requested"
 FAILED_RELOAD = "its reload has failed"
+TOO_EARLY = "it has ended before it was ready"
 
 SETTLED_AFTER_S = 1.0
 """Seconds after its start when a new worker without a `ready` replaces the old one."""
@@ -364,12 +373,14 @@ class ChildState:
         self.starts = 0
         self.is_up = False  # the present generation has not ended
         self.is_ready = False
+        self.was_ready = False  # when the present generation has ended
         self.candidate: int | None = None
         self.retiring: set[int] = set()
         self.fate: _Fate | None = None
         self.stop = machine.StopReceived("")
         self.is_kept = False  # stopped, until its restart is requested
         self.is_permanent = False  # no start can repair its failure
+        self.is_new = False  # made, or changed, by a reload, and not started since
         self.outcome = JobOutcome(JobState.STOPPED, "it was not started", 0)
         self.former_restarts = 0
         self.own_restarts = 0  # that a leaf has made in the present generation
@@ -393,6 +404,11 @@ class ChildState:
         return self.is_up or self.candidate is not None or bool(self.retiring)
 
     @property
+    def has_failed_start(self) -> bool:
+        """Whether it has ended since it could not be started as a reload wants."""
+        return self.is_new and self.phase is ChildPhase.FAILED and not self.is_kept
+
+    @property
     def is_repeatable(self) -> bool:
         """Whether it is started again with others once it has ended."""
         return self.when != "never" and not self.is_kept
@@ -406,6 +422,10 @@ class ChildState:
     def restarts(self) -> int:
         """Restarts so far, its own too."""
         return self.former_restarts + self.own_restarts
+
+
+def _has_ready(spec: AnySpec | None) -> bool:
+    return isinstance(spec, LaunchSpec) and spec.ready is not None
 
 
 def _start_spec(spec: AnySpec, budget: RestartBudget | None) -> AnySpec:
@@ -464,6 +484,8 @@ class SupervisorMachine:
         self._restarts_at: deque[float] = deque()
         self._version = 0
         self._reload: _Reload | None = None
+        self.has_failed_reload = False
+        """Whether not all workers or replicas run what the last reload was for."""
         self._stop: machine.StopReceived | None = None
         self._stopped_at = 0.0
         self._verdict: JobOutcome | None = None
@@ -506,6 +528,7 @@ class SupervisorMachine:
         self._waiting[name] = None
         child = ChildState(name, spec, self._budget_of(name, spec))
         child.starts = self._removed.pop(name, 0)
+        child.is_new = self._is_started
         return child
 
     def _budget_of(self, name: str, spec: AnySpec) -> _Budget:
@@ -683,7 +706,8 @@ class SupervisorMachine:
     @property
     def _is_ready(self) -> bool:
         return not self._is_ending and all(
-            child.is_ready or child.phase is ChildPhase.SUCCEEDED for child in self._deciding
+            child.is_ready or (child.phase is ChildPhase.SUCCEEDED and child.was_ready)
+            for child in self._deciding
         )
 
     # ----------------------------------------------------- results of effects
@@ -701,7 +725,7 @@ class SupervisorMachine:
         match result:
             case ChildStarted():
                 if is_present and child.phase in LIVE_PHASES:
-                    child.phase = ChildPhase.RUNNING
+                    child.phase, child.is_new = ChildPhase.RUNNING, False
                     child.is_ready = child.is_ready or not reports_ready(child.spec)
                 if is_awaited and reload is not None and not reports_ready(reload.child):
                     reload.is_settling = True
@@ -746,11 +770,14 @@ class SupervisorMachine:
             self._swept.discard(child.name)
             if child.fate is not None:
                 self._settle(child)
+        if self._stop is None:
+            self._check_notice()
         self._note_replaced(child)
 
     def _on_present_ended(self, child: ChildState, ended: ChildEnded) -> None:
         if ended.spec is not None and child.spec is child.started_spec:
             child.take(ended.spec)
+        child.was_ready = child.is_ready or not _has_ready(child.started_spec)
         child.is_up = child.is_ready = False
         child.is_permanent = ended.is_permanent
         child.former_restarts += max(child.own_restarts, ended.outcome.restarts)
@@ -760,7 +787,7 @@ class SupervisorMachine:
             child.phase = _PHASES[ended.outcome.state]
             if self._stop is not None and self._now - ended.since >= self._stopped_at:
                 child.phase = ChildPhase.STOPPED
-            is_last = child.fate is _Fate.END and self._group.is_essential(child.name)
+            is_last = child.fate is _Fate.END and self._is_essential(child)
             if is_last and child.phase is ChildPhase.FAILED:
                 self._failed.append(child)
         elif child.candidate is not None:  # which takes its place, ready or not
@@ -771,7 +798,14 @@ class SupervisorMachine:
 
     def _judge(self, child: ChildState, ended: ChildEnded) -> None:
         """Decide what follows when a child has ended by itself."""
+        is_success = ended.outcome.state is JobState.SUCCEEDED
+        is_awaited = any(one in self._group.children for one in self._dependents[child.name])
+        if is_early := is_success and is_awaited and not child.was_ready:
+            child.outcome = JobOutcome(JobState.FAILED, TOO_EARLY, 1)
+            ended = replace(ended, outcome=child.outcome)
         decision = self._may_follow(child, ended)
+        if is_early and decision.why:
+            decision = replace(decision, why=f"{decision.why}: {TOO_EARLY}")
         if decision.restart and (why := self._count_restart(child)):
             child.phase = ChildPhase.FAILED
             code = child.outcome.exit_code or 1
@@ -803,10 +837,14 @@ class SupervisorMachine:
         why = f"restart {budget.restarts + 1} (always): it has {state}"
         return RestartDecision(True, why, decision.delay)
 
+    def _is_essential(self, child: ChildState) -> bool:
+        """Whether the failure of a child fails the group; not its start by a reload."""
+        return self._group.is_essential(child.name) and not child.is_new
+
     def _count_restart(self, child: ChildState) -> str:
         """Count a restart of a child; return why the group has failed if it is one too many."""
         window = self._window
-        if window is None or not self._group.is_essential(child.name):
+        if window is None or not self._is_essential(child):
             return ""
         if window.is_exhausted(self._restarts_at, self._now):
             last, number = self._label(child) or "it", counted(window.count, "restart")
@@ -942,7 +980,7 @@ class SupervisorMachine:
 
     def _end_child(self, child: ChildState) -> None:
         """Report a child that has ended and is not started again; the group may end with it."""
-        outcome, is_essential = child.outcome, self._group.is_essential(child.name)
+        outcome, is_essential = child.outcome, self._is_essential(child)
         event = ChildFinished(
             state=outcome.state,
             why=outcome.why,
@@ -951,7 +989,8 @@ class SupervisorMachine:
         )
         self._emit(PublishOf(child.name, event))
         is_failure = outcome.state in (JobState.FAILED, JobState.PREEMPTED)
-        if child.name in self._group.ends_with or (is_essential and is_failure):
+        is_end = child.name in self._group.ends_with and not child.has_failed_start
+        if is_end or (is_essential and is_failure):
             self._give_up(self._labelled(child))
         else:
             self._check_ends()
@@ -961,11 +1000,15 @@ class SupervisorMachine:
         deciding = self._deciding
         if self._is_ending or any(one.phase not in ENDS or one.fate for one in deciding):
             return
-        if len(deciding) > 1 and any(one.phase is ChildPhase.SUCCEEDED for one in deciding):
+        failed = [one for one in deciding if one.phase is ChildPhase.FAILED]
+        is_one = template_of(self.spec) is not None  # a stopped worker has not done its part
+        stopped = [one for one in deciding if is_one and one.phase is ChildPhase.STOPPED]
+        decisive = [one for one in failed if self._group.is_essential(one.name)] or stopped
+        is_success = any(one.phase is ChildPhase.SUCCEEDED for one in deciding)
+        if not decisive and is_success and len(deciding) > 1:
             outcome = JobOutcome(JobState.SUCCEEDED, "all children have finished", 0)
         else:
-            last = [one for one in deciding if one.phase is ChildPhase.FAILED] or deciding
-            outcome = self._labelled(last[-1])
+            outcome = self._labelled((decisive or failed or deciding)[-1])
         self._give_up(outcome)
 
     def _give_up(self, verdict: JobOutcome) -> None:
@@ -988,13 +1031,24 @@ class SupervisorMachine:
                 event = StopRequested(reason=stop.reason, plan=plan, signal=stop.signal)
                 self._emit(machine.Publish(event))
             if self.notice is not None:
-                for child in self._children.values():
-                    if child.is_up and child.phase is not ChildPhase.STOPPING:
-                        child.stop = stop
-                        self._to_stop[child.name] = None
+                self._end_notice(stop)
             self._end(stop)
         if stop.signal == SIGKILL:
             self._kill(stop)
+
+    def _end_notice(self, stop: machine.StopReceived) -> None:
+        """Stop the children that have a notice, each when its turn comes."""
+        for child in self._children.values():
+            if child.is_up and child.phase is not ChildPhase.STOPPING:
+                child.stop = stop
+                self._to_stop[child.name] = None
+
+    def _check_notice(self) -> None:
+        """End a notice once nothing is left of what the end of the group depends on."""
+        deciding = self._deciding
+        is_over = any(one.name in self._group.ends_with for one in deciding if not one.is_live)
+        if self.notice is not None and (is_over or not any(one.is_live for one in deciding)):
+            self._end_notice(machine.StopReceived(self.notice.reason))
 
     def _kill(self, stop: machine.StopReceived) -> None:
         """Stop all children at once, those too that are being stopped."""
@@ -1025,6 +1079,7 @@ class SupervisorMachine:
                 self._ask(child, notice)
             child.fate = _Fate.END if child.is_live else None
         self._waiting.clear()
+        self._check_notice()
 
     def _outcome_of_stop(self) -> JobOutcome:
         """Return the outcome of a group that a notice or a stop has ended."""
@@ -1032,7 +1087,8 @@ class SupervisorMachine:
         if self.notice is not None:
             return preempted(self.notice.reason, restarts)
         ended = [one for one in deciding if one.name in self._group.ends_with]
-        ended = [one for one in ended if one.phase in (ChildPhase.SUCCEEDED, ChildPhase.FAILED)]
+        is_end = (ChildPhase.SUCCEEDED, ChildPhase.FAILED)
+        ended = [one for one in ended if one.phase in is_end and not one.has_failed_start]
         if found := ended or self._failed:
             return replace(self._labelled(found[0]), restarts=restarts)
         if all(child.phase is ChildPhase.SUCCEEDED for child in deciding):
@@ -1053,8 +1109,8 @@ class SupervisorMachine:
                 self._on_stop_received(machine.StopReceived(reason, signal, plan))
             case ChildRestartReceived(_, reason):
                 self._on_restart_received(reason)
-            case ReloadReceived(_, spec):
-                self._reload_all(spec)
+            case ReloadReceived(_, spec, is_same):
+                self._reload_all(spec, is_same=is_same)
             case ScaleReceived(_, number):
                 former = len(self._members)
                 self._scale(number)
@@ -1133,13 +1189,20 @@ class SupervisorMachine:
 
     # ------------------------------------------------------- reloads and scale
 
-    def _reload_child(self, child: ChildState, spec: AnySpec | None) -> None:
-        """Have a child run another spec, or start again by its own."""
+    def _reload_child(
+        self, child: ChildState, spec: AnySpec | None, *, is_same: bool = False
+    ) -> None:
+        """Have a child run another spec, or start again by its own; see `ReloadReceived`."""
         is_live = child.is_up and child.fate is None
         is_own = has_children(child.spec) and (spec is None or is_same_kind(child.spec, spec))
         if is_live and is_own:
-            self._ask(child, ReloadReceived("", spec))
-        elif is_live and spec is None and self._is_alone(child):
+            self._ask(child, ReloadReceived("", spec, is_same))
+            return
+        has_failed = child.has_failed_start
+        if is_same and not has_failed:
+            return
+        child.is_new = True
+        if is_live and spec is None and self._is_alone(child):
             self._ask(child, machine.RestartReceived(RELOADED))
         else:
             was_replaceable = has_children(child.spec) and template_of(child.spec) is not None
@@ -1147,18 +1210,21 @@ class SupervisorMachine:
                 child.adopt(spec, self._budget_of(child.name, spec))
             if is_live:
                 self._stop_and_start(child, RELOADED)
-            elif child.phase is ChildPhase.BACKING_OFF:
+            elif child.phase is ChildPhase.BACKING_OFF or has_failed:
                 self._schedule(child)
             if was_replaceable and not is_live:  # there is nothing to replace
                 self._emit(PublishOf(child.name, ReloadFinished(replaced=0)))
 
-    def _reload_all(self, spec: AnySpec | None) -> None:
+    def _reload_all(self, spec: AnySpec | None, *, is_same: bool) -> None:
         target = self.spec if spec is None else spec
         if (child := template_of(target)) is not None and template_of(self.spec) is not None:
+            if is_same and not self.has_failed_reload:
+                return
             self._fail_reload("another reload was requested")
             self._version += 1
             number = len(group_of(target).children)
             self._reload = _Reload(target, self._version, child, number)
+            self.has_failed_reload = False
         elif spec is None:
             for one in self._members:
                 self._reload_child(one, None)
@@ -1171,8 +1237,9 @@ class SupervisorMachine:
         self._take_members(spec, "it was removed")
         for child in self._members:
             new = self._group.children[child.name]
-            if new != former.children.get(child.name) or former.strategy != self._group.strategy:
-                self._reload_child(child, new)
+            is_same = new == former.children.get(child.name, new)
+            is_same = is_same and former.strategy == self._group.strategy
+            self._reload_child(child, new, is_same=is_same)
         self._check_ends()
 
     def _take_members(self, spec: AnySpec, reason: str) -> None:
@@ -1253,6 +1320,7 @@ class SupervisorMachine:
         reload, self._reload = self._reload, None
         if reload is None:
             return
+        self.has_failed_reload = True
         child = self._children.get(reload.current or "")
         event = ReloadFailed(why=why, replaced=reload.replaced)
         if child is None:

@@ -33,7 +33,7 @@ from elastic_aio.agent.machine import (
     Start,
     StopReceived,
 )
-from elastic_aio.agent.preflight import check_file_size, resolve_nproc
+from elastic_aio.agent.preflight import check_file_size, check_start, resolve_nproc
 from elastic_aio.agent.runtime import LocalRuntime, remove_old_runs
 from elastic_aio.aio import PausableClock, run_shielded, wall_clock, when_all_done
 from elastic_aio.child_events import ChildFinished, ChildLaunched, ReadinessChanged
@@ -103,7 +103,7 @@ class TreeParts:
         self.makes_files = False
         """Whether leaves make the files of captured streams at once."""
         self._logs = spec.logs
-        self._spawner = spawner
+        self.spawner = spawner
         self._console = console
         self._adopts_orphans = adopt_orphans
         self._directories: dict[str | None, RunDirectory] = {}
@@ -165,7 +165,7 @@ class TreeParts:
             run_id=run_id,
             host=self.host,
             nproc=nproc,
-            spawner=self._spawner,
+            spawner=self.spawner,
             publish=log.append,
             publish_later=log.append_later,
             console=self._console,
@@ -500,7 +500,7 @@ class SupervisorDriver(BaseDriver):
         None: its workers or replicas are replaced one after the other.
         """
         former = self.spec_of(name)
-        spec, path = spec or former, joined(self._path, name)
+        is_all, spec, path = spec is None, spec or former, joined(self._path, name)
         if isinstance(former, LaunchSpec):
             is_replaced = former.restart.scope != "group" and group.is_same_kind(former, spec)
             return None if is_replaced else {path}
@@ -508,8 +508,34 @@ class SupervisorDriver(BaseDriver):
             return {path}
         if former.replica is not None and spec.replica is not None:
             return None
-        before = {} if spec is former else dict(former.leaves(path))
-        return {leaf for leaf, own in spec.leaves(path) if before.get(leaf) != own}
+        before = {} if is_all else dict(former.leaves(path))
+        return {
+            leaf
+            for leaf, own in spec.leaves(path)
+            if before.get(leaf) != own or self._has_failed_reload(leaf)
+        }
+
+    def _has_failed_reload(self, path: str) -> bool:
+        """Return whether a leaf of this supervisor has not taken what the last reload gave it."""
+        above, _, name = path[len(self._path) :].lstrip("/").rpartition("/")
+        found = self.at(above) if above else self
+        if not isinstance(found, SupervisorDriver):
+            return False
+        child, own = found._machine.children[name], found.at(name)
+        is_failed = isinstance(own, SupervisorDriver) and own._machine.has_failed_reload
+        return is_failed or child.has_failed_start
+
+    async def check_reload(self, name: str, spec: group.AnySpec | None) -> None:
+        """Raise SpecError if what a reload of a child changes, or restarts, cannot be started."""
+        changed, tracker = self.restarted_by(name, spec), self._parts.event_log.tracker
+        for below, leaf in group.leaves_of(spec or self.spec_of(name)).items():
+            path = joined(joined(self._path, name), below)
+            is_started = spec is not None or tracker.runs(path, is_new=False)
+            if is_started and (changed is None or path in changed):
+                try:
+                    await check_start(leaf, self._parts.spawner)
+                except SpecError as error:
+                    raise _of_child(error, path) from None
 
     # -------------------------------------------------------------- requests
 
@@ -531,7 +557,7 @@ class SupervisorDriver(BaseDriver):
                     max_restarts=group.restart_limit(self._spec),
                     agent_pid=os.getpid(),
                     log_dir=log_dir,
-                    role="" if isinstance(self._spec, group.GroupSpec) else self._spec.role,
+                    role=_role_of(self._spec, self._path),
                     children=tuple(self._machine.children),
                     keeps_logs=_keeps_logs(self._spec),
                 )
@@ -566,6 +592,10 @@ class SupervisorDriver(BaseDriver):
         pass
 
     def _handle(self, received: Any) -> Sequence[Any]:
+        if isinstance(received, supervisor.ReloadReceived) and not received.name:
+            spec = received.spec
+            if isinstance(spec, LaunchSpec) and not isinstance(spec.nproc_per_node, int):
+                received = replace(received, spec=spec.replace(nproc_per_node=resolve_nproc(spec)))
         return self._machine.handle(received, self._clock.now())
 
     def _perform(self, effect: Any) -> None:
@@ -656,7 +686,7 @@ class SupervisorDriver(BaseDriver):
 
     def _fail_start(self, effect: supervisor.StartChild, why: str, code: int) -> None:
         """Report a start that could not be opened: if it is not for good, as a failed attempt."""
-        path, failures = joined(self._path, effect.name), ()
+        path, failures = joined(self._path, effect.name), tuple[Failure, ...]()
         tracker = self._parts.event_log.tracker.find(path) or StatusTracker()
         if not (is_permanent := code == 2 and not tracker.has_run):
             failure = Failure(
@@ -753,8 +783,6 @@ class SupervisorDriver(BaseDriver):
             self.receive(supervisor.ChildReady(name, effect.generation, is_ready))
 
         nproc = resolve_nproc(spec) if isinstance(spec, LaunchSpec) else 1
-        if isinstance(spec, LaunchSpec):
-            spec = self._named(spec, name)
         return SupervisorDriver(
             spec,
             self._parts,
@@ -765,22 +793,18 @@ class SupervisorDriver(BaseDriver):
             on_ready=on_ready,
         )
 
-    def _named(self, spec: LaunchSpec, name: str) -> LaunchSpec:
-        """Return a leaf whose role is the name of the child, unless it has another one."""
-        return spec.replace(role=name) if spec.role == "default" and name else spec
-
     def _make_leaf(
         self, spec: LaunchSpec, start: _Start, path: str, listeners: Listeners | None
     ) -> Driver:
         effect, parts = start.effect, self._parts
         nproc, worker, above = 1, None, self._path
         if effect.rank is None:
-            spec = self._named(spec, effect.name)
             nproc, above = resolve_nproc(spec), path
-        else:
+        is_alone = spec.nnodes.maximum == 1
+        spec = spec.replace(role=_role_of(spec, above))
+        if effect.rank is not None:
             worker = _ranks_of(spec.role, effect.rank, effect.world_size)
         run_id = ".".join(filter(None, (parts.run_id, above.replace("/", "."))))
-        is_alone = spec.nnodes.maximum == 1
         if not is_alone:
             parts.note_run(run_id)
         directory = partial(parts.make_directory, path)
@@ -956,6 +980,14 @@ def _keeps_logs(spec: group.AnySpec) -> bool:
 def _has_logs(logs: LogSpec) -> bool:
     """Return whether files of a success stay, and not only what is captured of a failure."""
     return logs.log_dir is not None or not (logs.redirects.is_empty and logs.tee.is_empty)
+
+
+def _role_of(spec: group.AnySpec, path: str) -> str:
+    """Return the role of workers at a path, by default the name of the child; empty for a group."""
+    name = path.rpartition("/")[2]
+    if isinstance(spec, group.GroupSpec):
+        return ""
+    return name if name and spec.role == "default" else spec.role
 
 
 def _ranks_of(role: str, rank: int, number: int) -> WorkerRanks:

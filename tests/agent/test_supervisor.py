@@ -59,6 +59,7 @@ def leaf(max_restarts: int = 0, *, ready: Any = None, **policy: Any) -> LaunchSp
 
 ALWAYS = leaf(when="always")
 NEVER = leaf(when="never")
+ALWAYS_READY: Any = {"when": "always"}
 
 
 def group(children: Any, **fields: Any) -> GroupSpec:
@@ -201,13 +202,49 @@ def test_a_child_waits_until_those_before_it_are_ready() -> None:
 
 def test_a_success_counts_as_ready() -> None:
     """As of an init container; a failure does only if the child is not essential."""
-    children = {"a": leaf(ready="notify"), "b": leaf()}
-    play = started(group(children, after={"b": ["a"]}))
+    children = {"a": leaf(), "b": leaf()}
+    play = Play(group(children, after={"b": ["a"]}))
+    assert play(Start()) == "+a"
     assert play.end("a") == "+b"
+    children["a"] = leaf(ready="notify")
     play = started(group(children, after={"b": ["a"]}, essential=["b"]))
     assert play.end("a", 1) == "+b"
     play = started(group(children, after={"b": ["a"]}))
     assert play.end("a", 1) == "finish failed 1"
+
+
+@pytest.mark.parametrize("policy", [{}, {"max_restarts": 1, "when": "on-failure"}, ALWAYS_READY])
+def test_a_success_before_it_is_ready_is_a_failure_for_those_after_it(policy: Any) -> None:
+    """What waits for it does not start; a child without those after it has succeeded."""
+    child = leaf(**policy, ready="notify")
+    children = {"x": leaf(), "a": child, "b": leaf()}
+    play = started(group(children, after={"a": ["x"], "b": ["a"]}))
+    for generation in range(3 if "when" in policy else 1):
+        effects = play.end("a")
+        if effects.startswith("finish") or "-x" in effects:
+            break
+        assert effects == f"+a{generation + 1}"
+        assert play.events[0].endswith(": it has ended before it was ready")
+    else:
+        assert policy == ALWAYS_READY
+        play(ChildReady("a", play.machine.children["a"].generation))
+        assert play.children["b"] == "starting"
+        return
+    assert play.end("x", None) == "finish failed 1"
+    assert play.outcome is not None
+    assert "it has ended before it was ready" in play.outcome.why
+    alone = started(group({"a": child.replace(restart=None), "b": leaf()}))
+    alone.end("b")
+    assert alone.end("a") == "finish succeeded 0"
+
+
+def test_workers_that_were_never_ready_are_not_ready_in_the_end() -> None:
+    play = started(workers(2, ready="notify"))
+    play(ChildReady("0", 0))
+    play.end("1")
+    assert not any(isinstance(one, ReportReady) for one in play.effects)
+    play = started(workers(2))
+    assert play.machine.handle(ChildReady("0", 0), 0.0) == []
 
 
 def test_a_stopped_child_holds_back_those_after_it() -> None:
@@ -594,6 +631,17 @@ def test_a_stopped_child_counts_as_ended() -> None:
     assert play.end("b") == "finish succeeded 0"
 
 
+@pytest.mark.parametrize("order", ["01", "10"])
+def test_a_worker_that_was_stopped_has_not_succeeded(order: str) -> None:
+    """The job of all workers is stopped; that of a replica is so too."""
+    for spec in (workers(2), GroupSpec.replicas(leaf(), 2)):
+        play = started(spec)
+        stopped, other = order[0], order[1]
+        play.stop(stopped)
+        play.end(stopped, None)
+        assert play.end(other) == "finish stopped 143"
+
+
 def test_a_group_whose_children_were_all_stopped_is_stopped() -> None:
     play = started(group("a b"))
     for name in "ab":
@@ -673,6 +721,30 @@ def test_a_notice_reaches_all_children() -> None:
     assert play.end("c", None) == ""
     assert play.restart("a") == ""
     assert play.end("b") == "finish preempted 85"
+
+
+@pytest.mark.parametrize("fields", [{"ends_with": "b"}, {"essential": ["b"]}])
+def test_a_notice_ends_with_what_the_group_ends_with(fields: Any) -> None:
+    """The others are stopped in the reverse order, and not only at the deadline."""
+    children = {"a": ALWAYS, "b": leaf(2), "c": ALWAYS, "d": ALWAYS}
+    play = started(group(children, after={"b": ["a"], "d": ["c"]}, **fields))
+    notice = PreemptionReceived("why", 9.0, 9.0, 9.0)
+    asked = ", ".join(f"preemption {name}" for name in "abcd")
+    assert play(notice) == asked
+    assert play.end("b", 0) == "-a, -d"
+    assert play.end("d", None) == "-c"
+    assert play.end("c", None) == ""
+    assert play.end("a", None) == "finish preempted 85"
+
+
+def test_a_notice_ends_at_once_what_waits_for_nothing_else() -> None:
+    """The child that the group ends with is in a back-off, and not started any more."""
+    child = LaunchSpec(["x"], restart=RestartPolicy(when="always", backoff=Backoff(initial=9)))
+    play = started(group({"a": leaf(), "b": child}, ends_with="b"))
+    play.end("b", 1)
+    play.end("b", 1)
+    effects = play(PreemptionReceived("why", 9.0, 9.0, 9.0))
+    assert effects == "preemption a, disarm b, -a"
 
 
 def test_a_stop_shortens_a_notice() -> None:
@@ -1188,6 +1260,56 @@ def test_a_group_changes_what_differs() -> None:
     assert play.end("b", None) == "+b1"
     assert play.end("c", None) == ""
     assert play.children == {"a": "running", "b": "starting", "d": "starting"}
+
+
+def cannot_start(play: Play, name: str) -> str:
+    """End a start of which no process has run."""
+    outcome = JobOutcome(JobState.FAILED, "it cannot be started", 127)
+    return play.end(name, 127, outcome=outcome, is_permanent=True)
+
+
+@pytest.mark.parametrize("changes", [{"b": NEW.replace(restart=None)}, {"new": leaf()}])
+def test_a_start_that_fails_in_a_reload_ends_no_group(changes: Any) -> None:
+    """The next reload starts it, also if the description is the same; later failures count."""
+    play = started(group({"a": leaf(), "b": leaf()}, ends_with="b"))
+    spec = group({"a": leaf(), "b": leaf(), **changes}, ends_with="b")
+    (name,) = changes
+    effects = play(ReloadReceived("", spec))
+    if effects == "-b":
+        effects = play.end("b", None)
+    assert effects in ("+b1", "+new")
+    assert cannot_start(play, name) == ""
+    assert play.children[name] == "failed"
+    start = play(ReloadReceived("", group({**spec.children}, ends_with="b")))
+    assert start in ("+b2", "+new1")
+    play(ChildStarted(name, play.machine.children[name].generation))
+    assert play(ReloadReceived("", spec)) == ""
+    play.end(name, 3)
+    play.end("b", None)
+    assert play.end("a", None) == "finish failed 3"
+
+
+def test_a_child_that_a_reload_could_not_start_fails_the_group_in_the_end() -> None:
+    play = started(group("a"))
+    play(ReloadReceived("", group("a b")))
+    assert cannot_start(play, "b") == ""
+    assert play.end("a") == "finish failed 127"
+
+
+def test_a_reload_that_has_failed_is_repeated() -> None:
+    """By the same description; one that has succeeded, or goes on, is not."""
+    play = started(workers(2))
+    assert play(ReloadReceived("", NEW, is_same=True)) == ""
+    play(ReloadReceived("", NEW))
+    assert play(ReloadReceived("", NEW, is_same=True)) == ""
+    play.end("0", 1, 1)
+    assert play.events[0].startswith("0 ReloadFailed: ")
+    assert play.machine.has_failed_reload
+    assert play(ReloadReceived("", NEW, is_same=True)) == f"+02, arm 0 {READY_TIMEOUT_S:g}"
+    group_of_two = group({"w": workers(2), "a": leaf(), "g": group("x")})
+    play = started(group_of_two)
+    assert play(ReloadReceived("", group({**group_of_two.children}))) == "reload w, reload g"
+    assert all(one.request.is_same for one in play.effects)
 
 
 def test_a_child_that_is_removed_is_reported() -> None:

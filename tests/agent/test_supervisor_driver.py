@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -32,7 +33,7 @@ from elastic_aio import (
 from elastic_aio.agent.agent import driver_of, make_agent
 from elastic_aio.agent.supervisor import ChildRestartReceived, SupervisorMachine
 from elastic_aio.agent.supervisor_driver import SupervisorDriver
-from elastic_aio.child_events import ChildFinished, ChildLaunched, ReadinessChanged
+from elastic_aio.child_events import ChildFinished, ChildLaunched, ReadinessChanged, ReloadFailed
 from elastic_aio.events import (
     AttemptFailed,
     Event,
@@ -457,11 +458,107 @@ async def test_a_child_that_a_reload_removes_is_not_in_the_status() -> None:
         assert agent.status().is_ready
 
 
-async def test_a_reload_by_a_program_that_does_not_exist_fails() -> None:
-    spec = GroupSpec({"a": leaf(), "b": leaf()}, essential=["a"])
-    async with Agent(spec) as agent, asyncio.timeout(DEADLINE_S):
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        ({"argv": ["/no/such/program"]}, "command: cannot run /no/such/program: command not found"),
+        ({"argv": ["/etc/passwd"]}, "command: cannot run /etc/passwd: permission denied"),
+        ({"cwd": "/no/such"}, "command: cannot run sleep: its working directory /no/such does not"),
+        ({"limits": {"user": "nosuchuser"}}, "limits.user: is no user of this host"),
+    ],
+)
+async def test_a_reload_that_cannot_start_a_child_is_refused(
+    wrong: dict[str, Any], problem: str
+) -> None:
+    """What differs is checked before anything is stopped; what does not differ is not checked."""
+    former: dict[str, Any] = {"a": leaf(), "b": leaf(), "g": GroupSpec({"c": workers(2)})}
+    async with Agent(GroupSpec(former)) as agent, asyncio.timeout(DEADLINE_S):
         await until_all_run(agent)
-        assert not await agent.reload("b", leaf(["/no/such/program"]))
+        pids = {name: agent.pids(name) for name in former}
+        broken, other = leaf(**wrong), leaf(["sleep", "98"])
+        for changes, name in (
+            ({"b": broken}, "children.b"),
+            ({"new": broken}, "children.new"),
+            ({"g": GroupSpec({"c": workers(2, **wrong)})}, "children.g.children.c"),
+        ):
+            with pytest.raises(SpecError) as caught:
+                await agent.reload("", GroupSpec({**former, "a": other, **changes}))
+            assert str(caught.value).startswith(f"{name}.{problem}")
+        with pytest.raises(SpecError, match=r"^children\.b\."):
+            await agent.reload("b", broken)
+        assert {name: agent.pids(name) for name in former} == pids
+        assert await agent.reload("", GroupSpec({**former, "a": other}))
+
+
+async def test_a_reload_by_the_same_description_is_refused_too(tmp_path: Path) -> None:
+    program = tmp_path / "server"
+    program.symlink_to("/bin/sleep")
+    argv = [str(program), "99"]
+    kinds = (leaf(argv), workers(2, argv), GroupSpec({"a": leaf(argv), "b": leaf()}))
+    for spec in kinds:
+        async with Agent(spec) as agent, asyncio.timeout(DEADLINE_S):
+            status = agent.status
+            await until(lambda: status().is_ready)  # noqa: B023  # it is awaited here
+            pids = [worker.pid for leaf in agent.status().leaves for worker in leaf.workers]
+            program.rename(tmp_path / "away")
+            with pytest.raises(SpecError, match="command: cannot run"):
+                await agent.reload()
+            (tmp_path / "away").rename(program)
+            leaves = agent.status().leaves
+            assert pids == [worker.pid for leaf in leaves for worker in leaf.workers]
+
+
+async def test_the_run_id_stays() -> None:
+    async with Agent(GroupSpec({"a": leaf()}, run_id="J")) as agent, asyncio.timeout(DEADLINE_S):
+        await until_all_run(agent)
+        with pytest.raises(SpecError, match=r"^run_id: must stay 'J': the job runs .got 'K'."):
+            await agent.reload("", GroupSpec({"a": leaf(), "b": leaf()}, run_id="K"))
+        assert await agent.reload("", GroupSpec({"a": leaf(), "b": leaf()}, run_id="J"))
+
+
+async def test_a_start_that_fails_in_a_reload_is_no_failure_of_others(tmp_path: Path) -> None:
+    """No check sees that a program is being written; the next reload starts it."""
+    program = tmp_path / "server"
+    shutil.copy("/bin/sleep", program)
+    busy = leaf([str(program), "99"])
+    group = GroupSpec({"d": leaf()})
+    former: dict[str, Any] = {"a": leaf(), "b": leaf(), "c": workers(1), "g": group}
+    changed = GroupSpec({**former, "b": busy, "new": busy, "h": GroupSpec({"e": busy})})
+    async with Agent(GroupSpec(former)) as agent, asyncio.timeout(DEADLINE_S):
+        await until_all_run(agent)
+        kept = ("a", "c", "g")
+        pids = {name: agent.pids(name) for name in kept}
+        with open(program, "r+b"):
+            assert not await agent.reload("", changed)
+            failed = {"b", "new", "h"}
+            await until(lambda: all(agent.children()[one].phase == "failed" for one in failed))
+        assert agent.children()["new"].reason == "another attempt could not start it either"
+        assert await agent.reload("", changed)
+        assert {name: agent.pids(name) for name in kept} == pids
+        await until(lambda: agent.status().is_ready)
+
+
+async def test_a_reload_is_repeated_after_a_failure(tmp_path: Path) -> None:
+    """The same description replaces what the last reload has failed to replace, and only that."""
+    flag = tmp_path / "database"
+    new = workers(2, shell(f"[ -e {flag} ] || exit 3; exec sleep 99"))
+    former: dict[str, Any] = {"a": workers(2), "b": leaf(), "g": GroupSpec({"c": workers(1)})}
+    changed = GroupSpec({**former, "a": new, "g": GroupSpec({"c": new.replace(nproc_per_node=1)})})
+    events: list[Event] = []
+    agent = make_agent(GroupSpec(former), listeners=[events.append])
+    async with agent, asyncio.timeout(DEADLINE_S):
+        await until_all_run(agent)
+        pids = {name: agent.pids(name) for name in former}
+        assert not await agent.reload("", changed)
+        await until(lambda: len(order(events, ReloadFailed)) == 2)
+        flag.touch()
+        assert await agent.reload("", changed)
+        await until(lambda: not {*agent.pids("g").values()} & {*pids["g"].values()})
+        assert not {*agent.pids("a").values()} & {*pids["a"].values()}
+        assert agent.pids("b") == pids["b"]
+        done = agent.pids("a")
+        assert await agent.reload("", changed)
+        assert agent.pids("a") == done
 
 
 async def test_a_program_that_is_away_for_a_while(tmp_path: Path) -> None:
@@ -469,7 +566,7 @@ async def test_a_program_that_is_away_for_a_while(tmp_path: Path) -> None:
     program, away = tmp_path / "server", tmp_path / "away"
     program.symlink_to("/bin/sleep")
     argv = [str(program), "99"]
-    policy = {"when": "always", "backoff": Backoff(initial=0.05, cap=0.05)}
+    policy: dict[str, Any] = {"when": "always", "backoff": Backoff(initial=0.05, cap=0.05)}
     children = {
         "a": leaf(argv, restart=RestartPolicy(**policy)),
         "b": leaf(),
@@ -507,6 +604,7 @@ async def test_a_child_that_cannot_be_opened_says_why(tmp_path: Path) -> None:
         async for event in agent.events():
             if isinstance(event, AttemptFailed) and event.root.pid is None:
                 break
+        assert isinstance(event, AttemptFailed)
         assert event.child == "a"
         assert "cannot create the directory of a: " in event.sentence
         assert agent.children()["a"].failure == event.root.summary

@@ -67,6 +67,7 @@ from elastic_aio.spec.group import (
     has_children,
     outermost_group,
     reports_ready,
+    template_of,
 )
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.restart import Backoff, RestartPolicy
@@ -442,6 +443,7 @@ class TreeRules:
         self._requested: set[tuple[str, int]] = set()  # those that a request may stop
         self._granted: Counter[str] = Counter()  # restarts since the last change of a child
         self._again: set[str] = set()  # those that have succeeded, and may be started again
+        self._is_early = False  # the last child that has ended was not ready before
         self._fatal: ChildFinished | None = None
         self._failed: set[int] = set()  # exit codes of essential children, once it ends
         self._stop: StopReceived | None = None
@@ -511,10 +513,18 @@ class TreeRules:
         live = {(name, one) for name, found in self._live.items() for one in found}
         if received is self._notice:
             found = {(one.name, one.generation) for one in effects if isinstance(one, AskChild)}
-            if live - self._stopping - found - swept - self._requested:
+            is_over = not self._has_live_end  # then those that wait for their stop have it already
+            if not is_over and live - self._stopping - found - swept - self._requested:
                 self._fail(f"{live - self._stopping - found} have no notice")
         if isinstance(received, StopReceived) and self._is_killed and live - self._stopping:
             self._fail(f"{live - self._stopping} are not killed at once")
+
+    @property
+    def _has_live_end(self) -> bool:
+        """Whether a child runs that a notice waits for."""
+        group, live = self._group, {name for name, found in self._live.items() if found}
+        names = [name for name in group.children if group.is_essential(name)] or [*group.children]
+        return bool(live & {*names}) and live >= {*group.ends_with}
 
     # --------------------------------------------------------------- inputs
 
@@ -564,16 +574,23 @@ class TreeRules:
                     self._count(result.name)
             case ChildEnded(outcome=outcome):
                 del self._live[key[0]][key[1]]
+                has_ready = isinstance(start.spec, LaunchSpec) and start.spec.ready is not None
+                is_early = has_ready and key not in self._ready and outcome.exit_code == 0
+                is_awaited = any(key[0] in self._after(one) for one in self._group.children)
+                self._is_early = is_early and is_awaited
                 self._ready.pop(key, None)
                 self._must_end.discard(key)
                 if self._is_ending and is_essential and outcome.state is JobState.FAILED:
                     self._failed.add(outcome.exit_code)
 
     def _count(self, name: str) -> None:
-        if not self._group.is_essential(name):
+        if not self._group.is_essential(name) or self._is_new(name):
             return
         self._is_exhausted |= self._has_no_restart
         self._counted.append(self._now)
+
+    def _is_new(self, name: str) -> bool:
+        return self._supervisor.machine.children[name].is_new
 
     @property
     def _has_no_restart(self) -> bool:
@@ -589,7 +606,7 @@ class TreeRules:
         """Note a child whose end, without any other reason, ends the group."""
         if not isinstance(received, ChildEnded) or self._is_ending or not self._has_no_restart:
             return
-        if not self._group.is_essential(received.name):
+        if not self._group.is_essential(received.name) or self._is_new(received.name):
             return
         key = received.name, received.generation
         is_replaced = key in self._stopping | swept or bool(self._live[received.name])
@@ -681,7 +698,8 @@ class TreeRules:
         spec = self._supervisor.machine.children[ended.name].spec
         when = spec.restart if isinstance(spec, GroupSpec) else spec.restart.when
         self._granted[ended.name] += 1
-        is_granted = ended.outcome.state is JobState.FAILED and not ended.is_permanent
+        has_failed = ended.outcome.state is JobState.FAILED or self._is_early
+        is_granted = has_failed and not ended.is_permanent
         if when == "always":
             is_granted = is_granted or ended.outcome.state is JobState.SUCCEEDED
         else:
@@ -727,7 +745,9 @@ class TreeRules:
         ):
             self._fail(f"{name} has succeeded, and is not started again")
         is_failure = event.state in (JobState.FAILED, JobState.PREEMPTED)
+        is_new = event.state is JobState.FAILED and self._is_new(name)
         is_fatal = name in group.ends_with or (group.is_essential(name) and is_failure)
+        is_fatal = is_fatal and not is_new
         if is_fatal and not self._is_ending:
             self._fatal = event
         names = [name for name in group.children if group.is_essential(name)] or [*group.children]
@@ -760,6 +780,10 @@ class TreeRules:
         elif self._stop is not None and not self._is_complete:
             expected = {(JobState.STOPPED, outcome.exit_code), (JobState.SUCCEEDED, 0)}
             expected |= {(JobState.FAILED, code) for code in self._failed}
+        elif JobState.FAILED in ends and group.is_essential(names[0]):
+            expected = {(JobState.FAILED, outcome.exit_code)}
+        elif JobState.STOPPED in ends and template_of(self._supervisor.machine.spec) is not None:
+            expected = {(JobState.STOPPED, outcome.exit_code)}
         elif JobState.SUCCEEDED in ends:
             expected = {(JobState.SUCCEEDED, 0)}
         else:
