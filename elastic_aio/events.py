@@ -429,6 +429,20 @@ class WorkerReady(Event, frozen=True, kw_only=True):
         return f"rank {self.rank} (pid {self.pid}) is ready after {self.duration:.3g} s"
 
 
+class MessageDropped(Event, frozen=True, kw_only=True):
+    """Process `pid`, which runs `program`, is no worker, and has reported as one; reported once.
+
+    With `LivenessSpec(notify_access="all")` it speaks for the worker that has started it.
+    """
+
+    pid: int
+    program: str
+
+    def _text(self) -> str:
+        who = f"{self.program or 'a process'} ({self.pid})"
+        return f"a message of {who} is dropped: it is no worker (notify access: main)"
+
+
 class DeadlineMissed(Event, frozen=True, kw_only=True):
     """The worker `rank` (`local_rank` on this node, process `pid`) was silent for too long.
 

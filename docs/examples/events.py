@@ -341,6 +341,13 @@ print(
 )  # the pipe of the timers got a line of more than 4096 bytes
 
 # %%
+from elastic_aio import MessageDropped
+
+print(
+    MessageDropped(pid=7, program="redis-server").sentence
+)  # a message of redis-server (7) is dropped: it is no worker (notify access: main)
+
+# %%
 from elastic_aio import WorkerAbandoned
 
 print(

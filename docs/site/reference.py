@@ -93,6 +93,7 @@ GUIDES = {
     "TimerExpired": "hangs.md#deadlines",
     "TimerRejected": "hangs.md#deadlines",
     "DeadlineMissed": "hangs.md#deadlines",
+    "MessageDropped": "hangs.md#messages",
     "WorkersIdle": "hangs.md#a-job-that-hangs-now",
     "WorkersUnfinished": "hangs.md#a-job-that-hangs-now",
     "StacksDumped": "hangs.md#stacks",

@@ -1,11 +1,12 @@
 """The channel by which the workers of a job report, and the watchdog of silent workers.
 
-A worker inherits one end of a pair of datagram sockets, so that the other end tells the sender of a
-message.  The worker's end does not block: if the launcher does not read, the message is dropped,
-and the write fails (as bash shows).  Datagram sockets raise no SIGPIPE.
+A worker inherits one end of a pair of datagram sockets.  That end does not block: if the launcher
+does not read, the message is dropped, and the write fails (as bash shows).  Datagram sockets raise
+no SIGPIPE.  The socket with an address is for programs that know `NOTIFY_SOCKET` only.
 
-The socket with an address is for programs that know `NOTIFY_SOCKET` only.  There the kernel tells
-the sender's pid (SO_PASSCRED of unix(7)).
+The kernel tells the sender's pid (SO_PASSCRED of unix(7)): only the worker itself speaks for the
+worker, unless the job has `notify_access="all"`.  Helpers inherit the variables, and report about
+themselves.
 
 The watchdog is loaded by the first message, or by a limit or a timer of the job.  Without it no
 timer runs here, and an idle job causes no wake-up.  A success starts a timer for the workers that
@@ -15,7 +16,6 @@ still run; so does the success of all workers of another node.
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import struct
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from elastic_aio.agent.failures import WorkerRecord
 from elastic_aio.aio import Alarm, PausableClock, cancel_and_wait, create_task
 from elastic_aio.errors import HostError, SpawnError
-from elastic_aio.events import Event
+from elastic_aio.events import Event, MessageDropped
 from elastic_aio.process import proc
 from elastic_aio.process.tree import ProcessTree
 from elastic_aio.spec.job import LaunchSpec
@@ -78,9 +78,9 @@ class Liveness:
         self._directory = directory
         # A message may be noticed late by an eighth of a limit.
         period = min([PERIOD_S, *(limit / 8 for limit in spec.liveness.deadlines)])
-        self._sockets = NotifySockets(
-            self._on_message, self._worker_of_session, clock, period=period
-        )
+        takes_all = spec.liveness.notify_access == "all"
+        foreign = None if takes_all else self._on_foreign
+        self._sockets = NotifySockets(self._on_message, foreign, clock, period=period)
         self._watchdog: Watchdog | None = None
         self._make_probes = make_probes
         self._probes: Probes | None = None
@@ -151,6 +151,7 @@ class Liveness:
                 on_hung=lambda local_rank, why: self._on_hung(local_rank, why),
                 on_stuck=lambda local_rank: self._on_stuck(local_rank),
                 on_ready=self._on_ready,
+                stop_grace=self._spec.stop.grace,
                 unfinished_after=self._unfinished_after,
                 takes_ready=self._spec.ready is None or self._spec.ready.is_message,
             )
@@ -197,6 +198,7 @@ class Liveness:
     def on_started(self, record: WorkerRecord) -> None:
         if self._watchdog is not None:
             self._watchdog.on_started(record)
+        self._sockets.note_started(record.ranks.local_rank, record.pid)
         if self._probes is not None and not self._is_stopping and record.is_running:
             self._probes.add(record)
 
@@ -261,9 +263,9 @@ class Liveness:
             return  # as if this process did not read; the next message brings another try
         watchdog.on_message(local_rank, message)
 
-    def _worker_of_session(self, session: int) -> int | None:
-        records = self._records.items()
-        return next((rank for rank, record in records if record.pid == session), None)
+    def _on_foreign(self, pid: int) -> None:
+        program = proc.name_of(pid)
+        self._publish(MessageDropped(attempt=self._attempt, pid=pid, program=program))
 
     # ----------------------------------------------------------------- dumps
 
@@ -298,6 +300,7 @@ _BURST = 512  # messages of one worker that are read at a time; the kernel keeps
 _PERIOD_MAX = 1024  # messages of all workers that are read at the end of a period
 _ANCESTORS_MAX = 16
 _CREDENTIALS = struct.Struct("3i")  # struct ucred of unix(7)
+_CREDENTIALS_SPACE = socket.CMSG_SPACE(_CREDENTIALS.size)
 
 
 class NotifySockets:
@@ -310,22 +313,27 @@ class NotifySockets:
     def __init__(
         self,
         on_message: Callable[[int, bytes], None],
-        find_worker: Callable[[int], int | None],
+        on_foreign: Callable[[int], None] | None,
         clock: PausableClock,
         *,
         period: float,
     ) -> None:
         """Begin without sockets.
 
-        `on_message` is called with local rank and content of each message.  `find_worker` returns
-        the local rank of the worker that leads a session.  `period` is in seconds.
+        `on_message` is called with local rank and content of each message.  `on_foreign` is called
+        once with the pid of a process below a worker whose message is dropped; None: it speaks for
+        the worker.  `period` is in seconds.
         """
         self.address = ""  # for `NOTIFY_SOCKET`; empty before `open_address`
         self._on_message = on_message
-        self._find_worker = find_worker
+        self._on_foreign = on_foreign
+        self._has_foreign = False
         self._clock = clock
         self._period = period
-        self._ends: dict[int, int] = {}  # descriptors by local rank
+        self._ends: dict[int, socket.socket] = {}  # by local rank
+        self._leaders: dict[int, int] = {}  # local ranks by pid
+        self._starting: set[int] = set()  # local ranks of which the process is not known yet
+        self._early: list[tuple[int, bytes]] = []  # from processes that may be theirs
         self._shared: socket.socket | None = None
         self._readers: dict[int, Callable[[int], int]] = {}  # by descriptor
         # Descriptors, in the order in which they are read; True: it was empty the last time.
@@ -350,7 +358,7 @@ class NotifySockets:
             raise
         self._shared = shared
         self.address = "@" + shared.getsockname()[1:].decode("ascii")
-        self._add_reader(shared.fileno(), partial(self._read_shared, shared))
+        self._add_reader(shared.fileno(), partial(self._read, shared, None))
 
     @contextmanager
     def open_worker(self, local_rank: int) -> Iterator[int]:
@@ -359,26 +367,39 @@ class NotifySockets:
             own, theirs = socket.socketpair(
                 socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
             )
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         except OSError as error:
             message = f"cannot open the socket for its messages: {error_reason(error)}"
             raise SpawnError(message, permanent=False, exit_code=1) from error
         with theirs:
-            descriptor = self._ends[local_rank] = own.detach()
-            self._add_reader(descriptor, partial(self._read, local_rank, descriptor))
+            self._ends[local_rank] = own
+            self._starting.add(local_rank)
+            self._add_reader(own.fileno(), partial(self._read, own, local_rank))
             try:
                 yield theirs.fileno()
             except BaseException:  # a cancellation too
                 self.close_worker(local_rank)
                 raise
 
+    def note_started(self, local_rank: int, pid: int) -> None:
+        """Note the process of a worker, and take the messages that it has sent before."""
+        self._leaders[pid] = local_rank
+        self._starting.discard(local_rank)
+        early, self._early = self._early, []
+        for sender, message in early:
+            self._take(None, sender, message)
+
     def close_worker(self, local_rank: int) -> None:
         """Read what a worker has sent last, and close its socket.  Idempotent."""
-        descriptor = self._ends.get(local_rank)
-        if descriptor is not None:
-            self._read(local_rank, descriptor, _BURST)
-            self._remove_reader(descriptor)
-            os.close(descriptor)
+        if (own := self._ends.get(local_rank)) is not None:
+            self._read(own, local_rank, _BURST)
+            if self._shared is not None:
+                self._read(self._shared, None, _BURST)
+            self._remove_reader(own.fileno())
+            own.close()
             del self._ends[local_rank]
+            self._starting.discard(local_rank)
+            self._leaders = {pid: one for pid, one in self._leaders.items() if one != local_rank}
 
     def close_workers(self) -> None:
         for local_rank in [*self._ends]:
@@ -430,45 +451,39 @@ class NotifySockets:
         if self._paused:
             self._timer.set(self._clock.now() + self._period)
 
-    def _read(self, local_rank: int, descriptor: int, limit: int) -> int:
-        """Read at most `limit` messages of a worker; return their number."""
+    def _read(self, sock: socket.socket, own: int | None, limit: int) -> int:
+        """Read at most `limit` messages, of a worker or of all; return their number."""
         for count in range(limit):
             try:
-                message = os.read(descriptor, _MESSAGE_BYTES)
+                message, ancillary, _, _ = sock.recvmsg(_MESSAGE_BYTES, _CREDENTIALS_SPACE)
             except OSError:  # there are no more; or an error of the peer, which this has cleared
                 return count
+            for level, kind, data in ancillary:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
+                    self._take(own, _CREDENTIALS.unpack_from(data)[0], message)
+        return limit
+
+    def _take(self, own: int | None, pid: int, message: bytes) -> None:
+        """Pass a message of a process on, as that of the worker for which it speaks."""
+        is_own = own in self._starting or self._on_foreign is None
+        local_rank = own if is_own and own is not None else self._leaders.get(pid)
+        if local_rank is None and self._on_foreign is None:
+            local_rank = self._find_ancestor(pid)
+        if local_rank is not None and own in (None, local_rank):
             self._on_message(local_rank, message)
-        return limit
-
-    def _read_shared(self, shared: socket.socket, limit: int) -> int:
-        for count in range(limit):
-            try:
-                message, ancillary, _, _ = shared.recvmsg(
-                    _MESSAGE_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size)
-                )
-            except OSError:
-                return count
-            if (local_rank := self._sender(ancillary)) is not None:
-                self._on_message(local_rank, message)
-        return limit
-
-    def _sender(self, ancillary: list[tuple[int, int, bytes]]) -> int | None:
-        """Return the local rank of the worker that has sent a message or started its sender."""
-        for level, kind, data in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
-                pid, user, _ = _CREDENTIALS.unpack_from(data)
-                if user not in (0, os.geteuid()):
-                    return None
-                with suppress(OSError):
-                    return self._find_ancestor(pid)
-        return None
+        elif self._starting and len(self._early) < _BURST:
+            self._early.append((pid, message))
+        elif self._on_foreign is not None and not self._has_foreign:
+            self._has_foreign = True
+            self._on_foreign(pid)
 
     def _find_ancestor(self, pid: int) -> int | None:
+        """Return the local rank of the worker that has started a process."""
         for _ in range(_ANCESTORS_MAX):
             process = proc.read_process(pid)
             if process is None:
                 return None
-            if (local_rank := self._find_worker(process.session)) is not None:
+            if (local_rank := self._leaders.get(process.session)) is not None:
                 return local_rank
             pid = process.parent
         return None

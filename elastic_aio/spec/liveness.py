@@ -59,6 +59,15 @@ class LivenessSpec(SpecValue, prefix="liveness."):
         help="after such a time: 'fail' (the attempt) or 'report' (and go on) (default 'fail')",
     )
     """After a missed deadline: "fail" fails the attempt, "report" only reports it."""
+    notify_access: Literal["main", "all"] = field(
+        default="main",
+        check=OneOf(("main", "all")),
+        own_option="--notify-access PROCESSES",
+        help="whose messages count: 'main' (of the worker itself) or 'all' (also of processes that"
+        " it has started) (default 'main')",
+    )
+    """Whose messages count: "main": of the process of the worker itself; "all": also of those that
+    it has started."""
     idle_report: float | None = field(
         default=None,
         check=Seconds(above=0),

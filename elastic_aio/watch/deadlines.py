@@ -5,7 +5,7 @@ The words of a report are from sd_notify(3), and six more::
     READY=1                  the worker has started up
     WATCHDOG=1               the worker is alive; WATCHDOG=trigger: it asks to be ended
     STATUS=text              what it does, for people
-    STOPPING=1               it ends: it has no deadlines any more
+    STOPPING=1               it ends: it has the grace of its stop plan for that, and no other limit
     EXTEND_TIMEOUT_USEC=n    none of its deadlines ends in the next n microseconds
     PROGRESS=step            where its work is; any text that changes
     PHASE=name               a part of its work begins; PHASE_END=name ends it
@@ -14,8 +14,7 @@ The words of a report are from sd_notify(3), and six more::
     CHANGE_AGREED=n          it agrees to be restarted for the pending change of this number
 
 Every message is a heartbeat.  A shell sends each line as a message of its own.  While a phase with
-a limit lasts, only that limit counts.  Other words and texts are ignored: any process below a
-worker may write.
+a limit lasts, only that limit counts.  Other words and texts are ignored.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class WorkerReport(Struct):
     step_at: float | None = None
     status: str = ""
     phases: list[Phase] = field(default_factory=list)
-    is_stopping: bool = False
+    stopping_at: float | None = None
     extended_to: float = 0.0
     is_triggered: bool = False
     missed: set[str] = field(default_factory=set)
@@ -117,7 +116,8 @@ class _Deadline(Struct):
 class MissedDeadline(Struct, frozen=True):
     """A worker that was silent for too long, in seconds; `reason` says it for people.
 
-    `kind` is "heartbeat", "ready", "progress", "phase", "watchdog", "exit skew" or "probe"; `age`
+    `kind` is "heartbeat", "ready", "progress", "phase", "watchdog", "stopping",
+    "exit skew" or "probe"; `age`
     and `limit` count from the same time.  `status`, `step` and `phase` are the last, or empty.
     """
 
@@ -152,11 +152,13 @@ class DeadlineTable:
         self,
         spec: LivenessSpec,
         *,
+        stop_grace: float | None = None,
         unfinished_after: float = UNFINISHED_S,
         takes_ready: bool = True,
     ) -> None:
         """Begin; workers that run `unfinished_after` seconds after a success are reported.
 
+        `stop_grace`: the seconds that a worker has to end after its `STOPPING=1`; None: no limit.
         `takes_ready`: a worker is ready by its `READY=1`; otherwise by `set_ready` only.
         """
         self.workers: dict[int, WorkerReport] = {}
@@ -167,6 +169,7 @@ class DeadlineTable:
         self.peers_finished = 0  # workers of other nodes that have finished, as far as is known
         self.is_stopping = False  # then only the deadlines of timers count
         self._spec = spec
+        self._stop_grace = stop_grace
         self._unfinished_after = unfinished_after
         self._takes_ready = takes_ready
         self._succeeded_at: float | None = None
@@ -226,7 +229,7 @@ class DeadlineTable:
     def not_alive(self, local_rank: int, why: str, age: float) -> MissedDeadline | None:
         """Return what to report of a worker whose probe has failed; None if it is stopped."""
         report = self.workers.get(local_rank)
-        if report is None or self.is_stopping or report.is_stopping:
+        if report is None or self.is_stopping or report.stopping_at is not None:
             return None
         item = _Deadline(0.0, "probe", 0.0, 0.0)
         missed = self._missed(local_rank, report, item, age)
@@ -240,8 +243,8 @@ class DeadlineTable:
                 report.status = one_line(text[:MESSAGE_MAX], _STATUS_MAX)
             case b"WATCHDOG" if text == "trigger":
                 report.is_triggered = True
-            case b"STOPPING" if text == "1":
-                report.is_stopping = True
+            case b"STOPPING" if text == "1" and report.stopping_at is None:
+                report.stopping_at = now
             case b"EXTEND_TIMEOUT_USEC" if (seconds := _seconds(text)) is not None:
                 report.extended_to = max(report.extended_to, now + seconds)
             case b"PROGRESS":
@@ -400,7 +403,9 @@ class DeadlineTable:
         spec = self._spec
         if spec.exit_skew_timeout is not None and self._succeeded_at is not None:
             yield _Deadline(0.0, "exit skew", spec.exit_skew_timeout, self._succeeded_at)
-        if report.is_stopping:
+        if report.stopping_at is not None:
+            if self._stop_grace is not None:
+                yield _Deadline(0.0, "stopping", self._stop_grace, report.stopping_at)
             return
         limited = [phase for phase in report.phases if phase.limit is not None]
         if limited:
@@ -446,6 +451,8 @@ def _reason(item: _Deadline, report: WorkerReport, phase: str) -> str:
             text += f", last probe: {report.probe}" if report.probe else ""
         case "progress":
             text = f"no progress for {seconds} (progress timeout)"
+        case "stopping":
+            text = f"not ended {seconds} after STOPPING=1 (grace period)"
         case "exit skew":
             text = f"not finished {seconds} after the first success (exit skew timeout)"
         case "phase":

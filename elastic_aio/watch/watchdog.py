@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from elastic_aio import events
 from elastic_aio.aio import Alarm, PausableClock, cancel_and_wait, create_task, run_in_thread
@@ -60,13 +61,12 @@ class Watchdog:
         on_hung: Callable[[int, str], None],
         on_stuck: Callable[[int], None],
         on_ready: Callable[[int], None] = lambda local_rank: None,
-        unfinished_after: float,
-        takes_ready: bool = True,
+        **table: Any,
     ) -> None:
         """Prepare; `begin_attempt` follows.
 
         `read_messages` reads what workers have sent by now.  `on_ready` gets the local rank of each
-        worker that becomes ready, after its event.  `takes_ready` is as for `DeadlineTable`; other
+        worker that becomes ready, after its event.  `table` is as for `DeadlineTable`; other
         arguments as for `Liveness`.
         """
         self.pipe: TimerPipe | None = None
@@ -82,9 +82,7 @@ class Watchdog:
         self._on_hung = on_hung
         self._on_stuck = on_stuck
         self._on_ready = on_ready
-        self._make_table = partial(
-            DeadlineTable, spec, unfinished_after=unfinished_after, takes_ready=takes_ready
-        )
+        self._make_table = partial(DeadlineTable, spec, **table)
         self._table = self._make_table()
         self._requests = TimerRequests()
         self._has_reported_rejected = False

@@ -38,6 +38,7 @@ from elastic_aio import (
 from elastic_aio.agent import runtime
 from elastic_aio.agent.liveness import Liveness
 from elastic_aio.aio import PausableClock
+from elastic_aio.events import AttemptFailed, MessageDropped
 from elastic_aio.process.tree import ProcessTree
 from elastic_aio.watch.watchdog import Watchdog
 from elastic_aio.worker import interpreter
@@ -217,7 +218,7 @@ async def test_every_start_method_inherits_the_socket(method: Any) -> None:
 
 @pytest.mark.slow
 async def test_a_script_of_the_fork_server(tmp_path: Path) -> None:
-    """It passes the socket on by its number, as to any program."""
+    """It passes the socket on by its number, as to any program; all may speak for the worker."""
     script = tmp_path / "script.py"
     script.write_text(
         "import os, subprocess\n"
@@ -225,7 +226,8 @@ async def test_a_script_of_the_fork_server(tmp_path: Path) -> None:
         "echo = f'echo READY=1 >&{number}'\n"
         "subprocess.run(['bash', '-c', echo], pass_fds=[number], check=True)\n"
     )
-    spec = LaunchSpec(str(script), start_method="forkserver", preload=["json"])
+    limits = LivenessSpec(notify_access="all")
+    spec = LaunchSpec(str(script), start_method="forkserver", preload=["json"], liveness=limits)
     events: list[Event] = []
     await launch(spec, listeners=[events.append])
     assert ready_ranks(events) == [0]
@@ -245,13 +247,61 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
 
 
 @pytest.mark.slow
-async def test_a_program_that_knows_systemd_only() -> None:
-    """It sends to the address in NOTIFY_SOCKET, also from a process below the worker."""
-    limits = LivenessSpec(heartbeat_timeout=LONG)
+@pytest.mark.parametrize(
+    ("script", "access", "ready"),
+    [
+        ('exec "$0" -S -c "$1"', "main", [0, 1]),
+        ('"$0" -S -c "$1"; exit $?', "main", []),
+        ('"$0" -S -c "$1"; exit $?', "all", [0, 1]),
+    ],
+)
+async def test_a_program_that_knows_systemd_only(script: str, access: Any, ready: Any) -> None:
+    """It sends to the address in NOTIFY_SOCKET; from a process below the worker if all may."""
+    limits = LivenessSpec(heartbeat_timeout=LONG, notify_access=access)
     events: list[Event] = []
-    argv = ["bash", "-c", '"$0" -S -c "$1"; exit $?', sys.executable, SYSTEMD]
+    argv = ["bash", "-c", script, sys.executable, SYSTEMD]
     await launch(LaunchSpec(argv, liveness=limits, nproc_per_node=2), listeners=[events.append])
-    assert ready_ranks(events) == [0, 1]
+    assert ready_ranks(events) == ready
+    dropped = [event for event in events if isinstance(event, MessageDropped)]
+    assert len(dropped) == (not ready), "it is reported once"
+
+
+HELPER = """
+import os, sys, time
+from elastic_aio.worker import heartbeat, progress, ready
+if os.fork():
+    progress(3)
+    time.sleep(99)
+for _ in range(1000):
+    ready(), heartbeat(), progress(time.monotonic()), os.write(int(os.environ[
+        "ELASTIC_AIO_NOTIFY_FD"]), b"STOPPING=1")
+    time.sleep(0.02)
+"""
+
+
+async def test_only_the_worker_speaks_for_the_worker() -> None:
+    """A fork that has inherited its socket reports about itself: the worker hangs."""
+    limits = LivenessSpec(heartbeat_timeout=0.5)
+    events, error = await run_job([sys.executable, "-c", HELPER], limits)
+    assert error is not None
+    assert missed(events) == [("heartbeat", 0)]
+    assert ready_ranks(events) == []
+    (dropped,) = [event for event in events if isinstance(event, MessageDropped)]
+    (started,) = [event for event in events if isinstance(event, WorkerStarted)]
+    assert dropped.pid != started.pid
+    assert "is no worker (notify access: main)" in dropped.sentence
+
+
+@pytest.mark.parametrize("limits", [LivenessSpec(), LivenessSpec(heartbeat_timeout=LONG)])
+async def test_a_worker_that_does_not_end_after_stopping(limits: LivenessSpec) -> None:
+    """It has the grace of the stop plan for its end; then the attempt fails, and restarts."""
+    script = "[ $TORCHELASTIC_RESTART_COUNT = 1 ] || { say STOPPING=1; exec sleep 99; }"
+    plan = StopPlan.within(0.4)
+    events, error = await run_job(bash(script), limits, stop=plan, max_restarts=1)
+    assert error is None
+    assert missed(events) == [("stopping", 0)]
+    (failed,) = [event for event in events if isinstance(event, AttemptFailed)]
+    assert "not ended 0.4 s after STOPPING=1 (grace period)" in failed.root.summary
 
 
 async def test_a_process_of_no_worker_is_ignored() -> None:
