@@ -468,7 +468,8 @@ class NotifySockets:
         is_own = own in self._starting or self._on_foreign is None
         local_rank = own if is_own and own is not None else self._leaders.get(pid)
         if local_rank is None and self._on_foreign is None:
-            local_rank = self._find_ancestor(pid)
+            with suppress(OSError):
+                local_rank = self._find_ancestor(pid)
         if local_rank is not None and own in (None, local_rank):
             self._on_message(local_rank, message)
         elif self._starting and len(self._early) < _BURST:

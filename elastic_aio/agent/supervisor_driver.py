@@ -557,7 +557,7 @@ class SupervisorDriver(BaseDriver):
                     max_restarts=group.restart_limit(self._spec),
                     agent_pid=os.getpid(),
                     log_dir=log_dir,
-                    role=_role_of(self._spec, self._path),
+                    role="" if isinstance(self._spec, group.GroupSpec) else self._spec.role,
                     children=tuple(self._machine.children),
                     keeps_logs=_keeps_logs(self._spec),
                 )
@@ -592,10 +592,10 @@ class SupervisorDriver(BaseDriver):
         pass
 
     def _handle(self, received: Any) -> Sequence[Any]:
-        if isinstance(received, supervisor.ReloadReceived) and not received.name:
-            spec = received.spec
-            if isinstance(spec, LaunchSpec) and not isinstance(spec.nproc_per_node, int):
-                received = replace(received, spec=spec.replace(nproc_per_node=resolve_nproc(spec)))
+        spec = received.spec if isinstance(received, supervisor.ReloadReceived) else None
+        if isinstance(spec, LaunchSpec) and not received.name:  # of these workers
+            spec = self._named(spec, self._path.rpartition("/")[2])
+            received = replace(received, spec=spec.replace(nproc_per_node=resolve_nproc(spec)))
         return self._machine.handle(received, self._clock.now())
 
     def _perform(self, effect: Any) -> None:
@@ -686,43 +686,24 @@ class SupervisorDriver(BaseDriver):
 
     def _fail_start(self, effect: supervisor.StartChild, why: str, code: int) -> None:
         """Report a start that could not be opened: if it is not for good, as a failed attempt."""
-        path, failures = joined(self._path, effect.name), tuple[Failure, ...]()
+        path, outcome = joined(self._path, effect.name), JobOutcome(JobState.FAILED, why, code)
         tracker = self._parts.event_log.tracker.find(path) or StatusTracker()
-        if not (is_permanent := code == 2 and not tracker.has_run):
-            failure = Failure(
-                rank=effect.rank or 0,
-                local_rank=0,
-                pid=None,
-                host=self._parts.host,
-                status=ExitStatus(code=code),
-                time=wall_clock(),
-                order=-1,
-                message=why,
-            )
-            failures = (failure,)
-            failed = events.AttemptFailed(attempt=tracker.attempt, root=failure, failures=failures)
-            self._parts.event_log.append(failed, path)
-        outcome = JobOutcome(JobState.FAILED, why, code)
-        self._end_start(effect, outcome, failures, is_permanent=is_permanent)
+        if code == 2 and not tracker.has_run:
+            self._end_start(effect, outcome, is_permanent=True)
+            return
+        place = effect.rank or 0, 0, None, self._parts.host
+        root = Failure(*place, ExitStatus(code=code), wall_clock(), -1, message=why)
+        failed = events.AttemptFailed(attempt=tracker.attempt, root=root, failures=(root,))
+        self._parts.event_log.append(failed, path)
+        self._end_start(effect, outcome, failures=(root,))
 
-    def _end_start(
-        self,
-        effect: supervisor.StartChild,
-        outcome: JobOutcome,
-        failures: tuple[Failure, ...] = (),
-        *,
-        is_permanent: bool = False,
-    ) -> None:
+    def _end_start(self, effect: supervisor.StartChild, outcome: JobOutcome, **fields: Any) -> None:
         """Answer a start that was never open."""
         start = self._starts.pop((effect.name, effect.generation), None)
         if start is not None:
             start.over.set_result(None)
             name, generation = effect.name, effect.generation
-            self.receive(
-                supervisor.ChildEnded(
-                    name, generation, outcome, failures, is_permanent=is_permanent
-                )
-            )
+            self.receive(supervisor.ChildEnded(name, generation, outcome, **fields))
             self._close_unused()
 
     async def _open_listeners(self, effect: supervisor.StartChild) -> Listeners | None:
@@ -783,6 +764,8 @@ class SupervisorDriver(BaseDriver):
             self.receive(supervisor.ChildReady(name, effect.generation, is_ready))
 
         nproc = resolve_nproc(spec) if isinstance(spec, LaunchSpec) else 1
+        if isinstance(spec, LaunchSpec):
+            spec = self._named(spec, name)
         return SupervisorDriver(
             spec,
             self._parts,
@@ -793,18 +776,22 @@ class SupervisorDriver(BaseDriver):
             on_ready=on_ready,
         )
 
+    def _named(self, spec: LaunchSpec, name: str) -> LaunchSpec:
+        """Return a leaf whose role is the name of the child, unless it has another one."""
+        return spec.replace(role=name) if spec.role == "default" and name else spec
+
     def _make_leaf(
         self, spec: LaunchSpec, start: _Start, path: str, listeners: Listeners | None
     ) -> Driver:
         effect, parts = start.effect, self._parts
         nproc, worker, above = 1, None, self._path
         if effect.rank is None:
+            spec = self._named(spec, effect.name)
             nproc, above = resolve_nproc(spec), path
-        is_alone = spec.nnodes.maximum == 1
-        spec = spec.replace(role=_role_of(spec, above))
-        if effect.rank is not None:
+        else:
             worker = _ranks_of(spec.role, effect.rank, effect.world_size)
         run_id = ".".join(filter(None, (parts.run_id, above.replace("/", "."))))
+        is_alone = spec.nnodes.maximum == 1
         if not is_alone:
             parts.note_run(run_id)
         directory = partial(parts.make_directory, path)
@@ -980,14 +967,6 @@ def _keeps_logs(spec: group.AnySpec) -> bool:
 def _has_logs(logs: LogSpec) -> bool:
     """Return whether files of a success stay, and not only what is captured of a failure."""
     return logs.log_dir is not None or not (logs.redirects.is_empty and logs.tee.is_empty)
-
-
-def _role_of(spec: group.AnySpec, path: str) -> str:
-    """Return the role of workers at a path, by default the name of the child; empty for a group."""
-    name = path.rpartition("/")[2]
-    if isinstance(spec, group.GroupSpec):
-        return ""
-    return name if name and spec.role == "default" else spec.role
 
 
 def _ranks_of(role: str, rank: int, number: int) -> WorkerRanks:

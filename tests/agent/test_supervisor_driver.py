@@ -612,6 +612,19 @@ async def test_a_child_that_cannot_be_opened_says_why(tmp_path: Path) -> None:
         await until(lambda: agent.status().is_ready)
 
 
+async def test_workers_below_a_group_keep_their_role_and_words_in_a_reload() -> None:
+    """A reload of the group reads the number that a word means, as the first start."""
+    cpu = workers(1).replace(nproc_per_node="cpu")
+    async with Agent(GroupSpec({"a": leaf(), "w": cpu})) as agent, asyncio.timeout(DEADLINE_S):
+        await until_all_run(agent)
+        former = agent.children()["w"]
+        new = cpu.replace(entrypoint=["sleep", "98"])
+        assert await agent.reload("", GroupSpec({"a": leaf(), "w": new}))
+        status = agent.children()["w"]
+        assert len(status.children) == len(former.children) == len(os.sched_getaffinity(0))
+        assert {one.role for one in status.children} == {one.role for one in former.children}
+
+
 async def test_two_reloads_at_once() -> None:
     """The second ends the first."""
     async with Agent(workers(2)) as agent, asyncio.timeout(DEADLINE_S):

@@ -137,6 +137,14 @@ def test_sighup_reloads_the_file(tmp_path: Path) -> None:
         (tmp_path / "jobs.toml").write_text(changed.replace("[children.web]", "[children.w/b]"))
         job.send(signal.SIGHUP)
         job.wait_err("nothing is reloaded: jobs.toml: ")
+        typo = changed.replace('command = ["sh", "-c", "exit 5"]', 'command = "uvicornn app"')
+        for text, problem in (
+            (typo, "children.sidecar.command: cannot run uvicornn: command not found"),
+            (changed.replace('run_id = "files"', 'run_id = "other"'), "run_id: must stay 'files'"),
+        ):
+            (tmp_path / "jobs.toml").write_text(text)
+            job.send(signal.SIGHUP)
+            job.wait_err(f"nothing is reloaded: {problem}")
         assert alive(server)
         job.send(signal.SIGTERM)
         assert job.wait() == 143
