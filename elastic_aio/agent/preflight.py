@@ -236,7 +236,9 @@ async def check_start(spec: LaunchSpec, spawner: Spawner) -> None:
             field = "limits"
             await _try_limits(spec, env, spawner)
     except (SpawnError, HostError) as error:
-        raise SpecError(field, spec.name, str(error)) from error
+        program = spec.entrypoint
+        name = program.argv[0] if isinstance(program, Command) else spec.name
+        raise SpecError(field, name, str(error)) from error
 
 
 async def _try_limits(spec: LaunchSpec, env: Mapping[str, str], spawner: Spawner) -> None:

@@ -3,7 +3,8 @@
 A message is one datagram with lines of the form `KEY=value`, sd_notify(3)'s and a few more (the
 launcher's reader is `watch.deadlines`).  It goes to the socket that the worker has inherited as
 `ELASTIC_AIO_NOTIFY_FD`; a process that has not inherited it, but the variable, sends to the address
-in `NOTIFY_SOCKET`.  Without either, nothing is sent: a script also runs by itself.
+in `NOTIFY_SOCKET`.  Without either, nothing is sent: a script also runs by itself.  The launcher
+drops messages of other processes than the worker unless `LivenessSpec.notify_access` is "all".
 
 The sockets do not block: a message that the kernel does not take is dropped.  Only the begin and
 the end of a phase, an agreement and an exclusion wait, for a second at most: they change what
