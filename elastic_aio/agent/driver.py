@@ -310,7 +310,6 @@ class BaseDriver(ABC):
         if self._is_handling or self.is_copy:
             return
         self._is_handling = True
-        self._prepare(received)
         try:
             while self._inputs and not self._is_broken:
                 for effect in self._handle(self._inputs.popleft()):
@@ -319,10 +318,6 @@ class BaseDriver(ABC):
             self._abort(error)
         finally:
             self._is_handling = False
-
-    @abstractmethod
-    def _prepare(self, received: Any) -> None:
-        """Do what an input needs before it is handled."""
 
     @abstractmethod
     def _handle(self, received: Any) -> Sequence[Any]:
@@ -558,13 +553,11 @@ class Driver(BaseDriver):
 
     # ---------------------------------------------------------------- inputs
 
-    def _prepare(self, received: machine.Input) -> None:
+    def _handle(self, received: machine.Input) -> list[machine.Effect]:
         kept = machine.EffectResult | machine.RestartReceived | machine.PreemptionReceived
         if self.group is not None and not isinstance(received, kept):
             # What follows does not wait for what workers have left.
             self.group.end_linger(received if isinstance(received, machine.StopReceived) else None)
-
-    def _handle(self, received: machine.Input) -> list[machine.Effect]:
         effects = self._machine.handle(received)
         for effect in effects:  # the signals of a stop precede all other effects
             if isinstance(effect, machine.StopGroup) and not effect.leftovers_only:

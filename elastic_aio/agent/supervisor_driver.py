@@ -588,9 +588,6 @@ class SupervisorDriver(BaseDriver):
 
     # ---------------------------------------------------------------- inputs
 
-    def _prepare(self, received: Any) -> None:
-        pass
-
     def _handle(self, received: Any) -> Sequence[Any]:
         spec = received.spec if isinstance(received, supervisor.ReloadReceived) else None
         if isinstance(spec, LaunchSpec) and not received.name:  # of these workers
