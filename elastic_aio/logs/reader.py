@@ -41,11 +41,14 @@ class LogReader:
         *,
         follow: bool,
         since: float = 0.0,
+        quiet: float | None = None,
     ) -> None:
         """Read the chosen streams, with `follow` until the job is over.
 
-        Lines that were seen before the Unix time `since` are left out.
+        Lines that were seen before the Unix time `since` are left out.  An unfinished line that has
+        not grown for `quiet` seconds is a line too, and one again when it has grown.
         """
+        self._quiet = quiet
         self._streams = streams
         self._is_chosen = is_chosen
         self._follow = follow
@@ -127,13 +130,33 @@ class LogReader:
         self._changed.clear()
         is_over = self._streams.is_closed
         self._look_for_more()
+        if self._quiet is not None and self._take_quiet(self._quiet):
+            return True
         if self._ready:
             await self._read_next(self._ready[0])
             return True
         if not self._waiting and (is_over or not self._follow):
             return False
-        await self._changed.wait()
+        await self._wait_change()
         return True
+
+    async def _wait_change(self) -> None:
+        """Wait until a file has grown, or an unfinished line has been quiet."""
+        ends = [] if self._quiet is None else [log.at + self._quiet for log in self._unfinished]
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(min(ends, default=None)):
+                await self._changed.wait()
+
+    @property
+    def _unfinished(self) -> list[_OpenLog]:
+        return [log for log in self._waiting if log.is_unfinished]
+
+    def _take_quiet(self, quiet: float) -> bool:
+        """Keep the unfinished lines that have been quiet; return whether there are some."""
+        now = asyncio.get_running_loop().time()
+        found = [log.unfinished_line() for log in self._unfinished if log.at + quiet <= now]
+        self._lines.extend(found)
+        return bool(found)
 
     def _look_for_more(self) -> None:
         """Make new and ended streams ready."""
@@ -223,6 +246,8 @@ class _OpenLog:
         self.descriptor = -1
         self._splitter = RawSplitter(stream.begin)
         self._missed: int | None = 0
+        self.at = 0.0  # loop time at which it has grown last
+        self._shown = 0  # the end of the unfinished line that was returned last
         if not stream.is_complete:
             # Now: it may be removed when the job ends, which is soon maybe.
             stream.make()
@@ -262,6 +287,8 @@ class _OpenLog:
 
     def _lines_of(self, data: bytes, *, is_last: bool) -> tuple[list[LogLine], bool]:
         start = self._splitter.offset
+        if data:
+            self.at = asyncio.get_running_loop().time()
         if data[:1] == b"\0" and os.lseek(self.descriptor, start, os.SEEK_DATA) > start:
             return [], False  # the first bytes were removed
         status = os.fstat(self.descriptor)
@@ -272,6 +299,17 @@ class _OpenLog:
             lines.append(self._line(self._splitter.held, seen_at))
             self._splitter.finish()
         return lines, is_at_end
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether a line has begun that was not returned as it is now."""
+        return bool(self._splitter.held) and self._shown != self._splitter.offset
+
+    def unfinished_line(self) -> LogLine:
+        own, self._shown = self.stream, self._splitter.offset
+        seen_at = os.fstat(self.descriptor).st_mtime
+        raw = self._splitter.held
+        return LogLine(own.rank, own.stream, own.attempt, seen_at, raw, 0, own.child)
 
     def _gone(self) -> list[LogLine]:
         self.stream.is_complete = True
