@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from elastic_aio.text import one_line
+from elastic_aio.text import ESCAPES, one_line
 
 REASON_MAX: Final = 500  # characters
 
@@ -32,7 +32,6 @@ _GO_LINES = 4
 
 _NAME = r"[^\W\d]\w*(?:\.(?:[^\W\d]\w*|<locals>))*"
 _EXCEPTION = rf"{_NAME}(?:: .*|:?)$"
-_ESCAPES = r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])"
 
 _STDIN: Final = "--stdin rank0 gives rank 0 that of the launcher"
 # What a text says about the cause, the most specific first.
@@ -113,7 +112,7 @@ def plain_lines(text: str) -> list[str]:
 
 def _plain(line: str) -> str:
     line = line.rstrip("\r").rpartition("\r")[2]
-    return re.sub(_ESCAPES, "", line) if "\x1b" in line else line
+    return re.sub(ESCAPES, "", line) if "\x1b" in line else line
 
 
 def reason_of(

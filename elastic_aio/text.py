@@ -12,6 +12,10 @@ import errno
 from collections.abc import Iterable
 from typing import Final
 
+ESCAPES: Final = r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]+[0-~]|[0-~])"
+"""What moves or colours a terminal, and is no text: the sequences of ECMA-48, and those of xterm
+for titles and links."""
+
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
     """Return `number` with its noun: `1 node`, `2 nodes`; `plural` defaults to noun + "s"."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import re
 import signal
 import socket
 import ssl
@@ -40,16 +41,20 @@ from elastic_aio.spec.probe import (
     compile_pattern,
     http_target,
 )
-from elastic_aio.text import error_reason, one_line
+from elastic_aio.text import ESCAPES, error_reason, one_line
 from elastic_aio.watch.probe_table import ProbeTable, Verdict
 
 _LACK: Final = {*proc.LACK, errno.ENOBUFS, errno.EADDRNOTAVAIL}
 _LATE_S: Final = 0.1
 """Seconds by which a timeout may be noticed late; then the loop was blocked, or the worker was."""
 _HEAD_MAX: Final = 16 << 10
-_BODY_MAX: Final = 10 << 10
-"""Bytes of a body that are read, so that the server is not cut short; other probes read as many."""
+_REST_MAX: Final = 10 << 10
+"""Bytes that are read after the status of an answer, within `_REST_S`."""
+_REST_S: Final = 0.1
+_ESCAPES: Final = re.compile(ESCAPES.encode())
 _LINE_MAX: Final = 4096
+_QUIET_S: Final = 0.2
+"""Seconds after which an unfinished line that does not grow counts as a line: a prompt."""
 _TEXT_MAX: Final = 100
 _KILLED_S: Final = 1.0
 """Seconds for which the end of the probes waits until killed commands are reaped."""
@@ -123,8 +128,7 @@ class Probes:
         self._note_line(record)
         if isinstance(self._ready, LogMatch) and self._reading is None and self._lacks_line():
             self._reading = aio.create_task(self._read_lines(self._ready), name="log lines")
-            self._ending.add(self._reading)  # it may end by itself
-            self._reading.add_done_callback(self._ending.discard)
+            self._wait_later(self._reading)
         self._set_alarm()
 
     def set_ready(self, local_rank: int) -> None:
@@ -158,9 +162,12 @@ class Probes:
         await self._clock.wait_for(ended, seconds=_KILLED_S)
 
     def _cancel(self, task: asyncio.Task[None]) -> None:
+        self._wait_later(task)
+        task.cancel()
+
+    def _wait_later(self, task: asyncio.Task[None]) -> None:
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
-        task.cancel()
 
     # ------------------------------------------------------------------ the timer
 
@@ -271,11 +278,11 @@ class Probes:
             headers |= {**probe.headers, "Connection": "close"}
             lines = [f"GET {target.path} HTTP/1.1", *(f"{k}: {v}" for k, v in headers.items())]
             writer.write("\r\n".join([*lines, "", ""]).encode("ascii"))
-            status, length = await _read_head(reader)
-            with suppress(OSError, ValueError, EOFError):
-                await reader.readexactly(length)
-        finally:
+            status = await _read_status(reader)
+        except BaseException:  # a cancellation
             writer.transport.abort()
+            raise
+        self._wait_later(aio.create_task(_read_rest(reader, writer), name="rest of an answer"))
         low, high = probe.expects
         return Answer(low <= status <= high, f"HTTP status {status}")
 
@@ -325,12 +332,14 @@ class Probes:
             self._logged,
             lambda one: one.attempt == attempt and one.is_one_of(None, probe.streams),
             follow=True,
+            quiet=_QUIET_S,
         )
         async with reader:
             while lines := await reader.batch():
                 for line in lines:
-                    if line.rank not in self._lines and pattern.search(line.raw[:_LINE_MAX]):
-                        self._lines[line.rank] = one_line(line.text, _TEXT_MAX)
+                    if line.rank not in self._lines and pattern.search(plain := _plain(line.raw)):
+                        frames = plain.decode("utf-8", "replace").split("\n")
+                        self._lines[line.rank] = one_line(frames[-1], _TEXT_MAX)
                         for record in [*self._records.values()]:
                             self._note_line(record)
                 if not self._lacks_line():
@@ -347,6 +356,14 @@ class Probes:
             self._on_ready(record.ranks.local_rank)
 
 
+def _plain(raw: bytes) -> bytes:
+    """Return both ends of a line without escape sequences, and each frame of it as a line."""
+    plain = (_ESCAPES.sub(b"", raw) if b"\x1b" in raw else raw).rstrip(b"\r\n")
+    if len(plain) > 2 * _LINE_MAX:
+        plain = plain[:_LINE_MAX] + b"\n" + plain[-_LINE_MAX:]
+    return plain.replace(b"\r", b"\n")
+
+
 def is_own(sock: socket.socket) -> bool:
     """Return whether a socket is connected to itself.
 
@@ -358,33 +375,36 @@ def is_own(sock: socket.socket) -> bool:
     return False
 
 
-async def _read_head(reader: asyncio.StreamReader) -> tuple[int, int]:
-    """Return the status of an answer, and how many bytes of its body may come.
+async def _read_status(reader: asyncio.StreamReader) -> int:
+    """Return the status of an answer, which is final: its headers and body change nothing.
 
     Raises ValueError or OSError.
     """
-    left = _HEAD_MAX
     while True:
-        line = first = await _read_line(reader, left)
-        length = _BODY_MAX
-        while line not in (b"\r\n", b"\n", b""):
-            left -= len(line)
-            line = await _read_line(reader, left)
-            name, _, value = line.partition(b":")
-            if name.lower() == b"content-length" and value.strip().isdigit():
-                length = min(int(value.strip()[:9]), _BODY_MAX)
-        words = first.split(None, 2)
+        line = await _read_line(reader)
+        words = line.split(None, 2)
         is_http = len(words) > 1 and words[0].startswith(b"HTTP/1.") and words[1].isdigit()
         if not is_http or len(words[1]) != 3:
-            raise ValueError("the answer is no HTTP" if first else "no answer: connection closed")
-        if (status := int(words[1])) >= 200:  # else an interim answer (RFC 9110)
-            return status, 0 if status in (204, 304) else length
+            raise ValueError("the answer is no HTTP" if line else "no answer: connection closed")
+        if (status := int(words[1])) >= 200:
+            return status
+        while line.strip():  # an interim answer (RFC 9110)
+            line = await _read_line(reader)
 
 
-async def _read_line(reader: asyncio.StreamReader, left: int) -> bytes:
+async def _read_rest(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Read what follows the status for a while, so that the server is not cut short."""
+    try:
+        with suppress(OSError, ValueError, EOFError):  # TimeoutError too: a stream does not end
+            async with asyncio.timeout(_REST_S):
+                await reader.readexactly(_REST_MAX)
+    finally:
+        writer.transport.abort()
+
+
+async def _read_line(reader: asyncio.StreamReader) -> bytes:
     with suppress(ValueError):  # it is longer than the limit of the reader
-        if len(line := await reader.readline()) <= left:
-            return line
+        return await reader.readline()
     raise ValueError(f"the head of the answer has more than {_HEAD_MAX} bytes")
 
 

@@ -52,13 +52,15 @@ class Notify(Probe):
 
 
 class LogMatch(Probe):
-    """The worker is ready when a line of its output matches.
+    """The worker is ready when a line of its output matches, as a terminal shows it.
 
+    Colours and other escape sequences are left out, and each state of a progress bar is a line.  So
+    is an unfinished line, as a prompt is, that has not grown for 0.2 s.
     The streams have to be in files: redirected, tee'd, or captured as standard error is by default.
     """
 
     pattern: str = field(check=lambda name, value: _pattern(name, value), kw_only=False)
-    """A regular expression, looked for in the first 4096 bytes of each line."""
+    """A regular expression, looked for in the first and the last 4096 bytes of each line."""
     stream: Literal["any", "stdout", "stderr"] = field(
         default="any", check=checks.OneOf(("any", "stdout", "stderr"))
     )
@@ -214,8 +216,8 @@ def _pattern(name: str, value: object) -> str:
 
 
 def compile_pattern(pattern: str) -> re.Pattern[bytes]:
-    """Return a pattern for the bytes of a line."""
-    return re.compile(os_bytes(pattern))
+    """Return a pattern for the bytes of a line, whose frames (of a progress bar) are lines."""
+    return re.compile(os_bytes(pattern), re.MULTILINE)
 
 
 KINDS: Final[Mapping[str, Callable[..., Probe]]] = {

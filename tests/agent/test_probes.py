@@ -143,7 +143,17 @@ async def test_a_job_is_ready_when_all_workers_answer() -> None:
         (b"HTTP/1.1 2000 x\r\n\r\n", "the answer is no HTTP"),
         (b"", "no answer: connection closed"),
         (b"HTTP/1.1 200 " + b"x" * 20_000, "the head of the answer has more than 16384 bytes"),
-        (b"HTTP/1.1 200\r\n" + b"a: b\r\n" * 9_000, "the head of the answer has more than 16384"),
+        (b"HTTP/1.1 200\r\n" + b"a: b\r\n" * 9_000, "HTTP status 200"),
+        (b"HTTP/1.1 200 " + b"x" * 9_000 + b"\n", "HTTP status 200"),
+        (b"HTTP/1.0 204 No Content\n\n", "HTTP status 204"),
+        (b"HTTP/1.1 103 Early\r\nLink: x\r\n\r\nHTTP/1.1 200\r\n", "HTTP status 200"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\ncut", "HTTP status 200"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999999999\r\n\r\n", "HTTP status 200"),
+        (
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTrailer: X\r\n\r\n"
+            b"2;a=b\r\nok\r\n0\r\nX: y\r\n\r\n",
+            "HTTP status 200",
+        ),
     ],
 )
 async def test_any_answer_is_read(answer: bytes, text: str) -> None:
@@ -153,7 +163,7 @@ async def test_any_answer_is_read(answer: bytes, text: str) -> None:
         async with running(ready=Http(server.url, **FAST)) as (agent, _):
             await until(lambda: answer_of(agent))
             assert answer_of(agent).startswith(text)
-            assert agent.status().is_ready is (b" 301 " in answer)
+            assert agent.status().is_ready is text.endswith((" 301", " 200", " 204"))
 
 
 async def test_https_needs_no_certificate_of_a_known_authority(
@@ -240,6 +250,27 @@ async def test_a_line_of_each_worker(
     async with running(*command, nproc_per_node=2, ready=ready, logs=logs) as (agent, _):
         await until(lambda: agent.status().is_ready)
         assert answer_of(agent) == "is up on 0"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"Local: \033[36mhttp://localhost:\033[1m5173\033[22m/\033[39m\n",
+        r"\033]8;;http://x\033\\Local: http://localhost:5173/\033]8;;\a\n",
+        r"Local: http://localhost:5173/\r\n",
+        r"boot 9%%\rLocal: http://localhost:5173/\r",
+        r"\033[2KLocal: http://localhost:5173/\033(B\033[m\r\033[1A",
+        r"$(head -c 9000 /dev/zero | tr \\0 .)\rLocal: http://localhost:5173/\n",
+        "Local: http://localhost:5173/",
+    ],
+)
+async def test_a_line_is_matched_as_a_terminal_shows_it(text: str) -> None:
+    """Also one that has no end and does not grow, and one of a progress bar."""
+    command = shell(f'printf "{text}"; while :; do echo busy >&2; sleep 0.05; done')
+    ready = LogMatch("^Local: http://localhost:5173/$")
+    async with running(*command, ready=ready, logs=LogSpec(redirects=3)) as (agent, _):
+        await until(lambda: agent.status().is_ready)
+        assert answer_of(agent) == "Local: http://localhost:5173/"
 
 
 @pytest.fixture
@@ -398,7 +429,7 @@ async def test_a_blocked_loop_is_no_fault_of_the_worker() -> None:
         async with running(alive=probe) as (agent, events):
             connection = await accepted(listening)
             with connection:
-                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n")
+                connection.sendall(b"HTTP/1.1 200 OK")
                 time.sleep(0.5)  # the loop is blocked
                 await until(lambda: answer_of(agent))
             assert answer_of(agent) == "this process was blocked"
@@ -539,18 +570,27 @@ async def test_a_connection_to_itself_is_none() -> None:
         assert probes.is_own(sock)
 
 
-async def test_an_answer_ends_with_its_length() -> None:
-    """A server may leave the connection open, against the request."""
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\ncontent-length:  2\r\n\r\nok",
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\ndata: 1\n\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n",
+        b"HTTP/1.1 200 OK\r\nSlow: ",
+    ],
+)
+async def test_an_answer_counts_by_its_status(answer: bytes) -> None:
+    """A server may leave the connection open, against the request, or answer without end."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length:  2\r\n\r\nok")
+        writer.write(answer)
         await reader.read()
         writer.close()
 
     listening = await asyncio.start_server(serve, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-    async with listening, running(ready=Http(url, period=0.02, timeout=2)) as (agent, _):
+    async with listening, running(ready=Http(url, period=0.02, timeout=0.5)) as (agent, _):
         await until(lambda: answer_of(agent))
         assert answer_of(agent) == "HTTP status 200"
 
