@@ -471,6 +471,22 @@ class DeadlineMissed(Event, frozen=True, kw_only=True):
         return f"rank {self.rank} (pid {self.pid}): {self.why}"
 
 
+class ForeignAnswer(Event, frozen=True, kw_only=True):
+    """Another process answers a probe of the worker `rank` (`local_rank` on this node), or may.
+
+    `why` says which, as far as that is known; it is no success of the worker.  Reported once in an
+    attempt: at once of a program that has the port, and after ten answers at a shared socket.
+    """
+
+    rank: int
+    local_rank: int
+    pid: int
+    why: str
+
+    def _text(self) -> str:
+        return f"rank {self.rank} (pid {self.pid}): its probe cannot ask it: {self.why}"
+
+
 class WorkerActivity(Struct, frozen=True, kw_only=True):
     """The state in `/proc` of the main thread of the worker `rank`.
 

@@ -8,8 +8,11 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import takewhile
 from typing import Any, Final
+
+from msgspec import Struct
 
 from elastic_aio.aio import run_in_thread
 from elastic_aio.errors import HostError
@@ -42,6 +45,7 @@ _LINGER_0: Final = struct.pack("ii", 1, 0)
 _READ_SIZE: Final = 64 << 10
 """Bytes of one read: half of what malloc(3) maps instead, see mallopt(3)."""
 
+_TCP_TABLES: Final = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
 _TCP_LISTEN: Final = "0A"
 """The state of a listening socket in /proc/net/tcp, proc_net_tcp(5)."""
 
@@ -315,30 +319,84 @@ def port_owner(port: int) -> str | None:
 
     It reads all of /proc, which takes long on a busy host: call it in a thread.
     """
-    owners = _listening_sockets(port)
-    if not owners:
-        return None
-    pid = _process_with({f"socket:[{inode}]" for inode in owners})
+    inodes = {one.inode for one in list_listeners() if one.port == port}
+    return owner_of(inodes)[1] if inodes else None
+
+
+def owner_of(inodes: Collection[str]) -> tuple[int | None, str]:
+    """Return pid and name of the process that has a socket; None: another user's.  Blocks."""
+    pid = _process_with({f"socket:[{inode}]" for inode in inodes})
     if pid is not None:
-        return f"{_command(pid)} (pid {pid})"
+        return pid, f"{_command(pid)} (pid {pid})"
     # Only root can read the descriptors of other users' processes.
-    return f"a process of user {next(iter(owners.values()))}"
+    users = (one.user for one in list_listeners() if one.inode in inodes)
+    return None, f"a process of user {next(users, '?')}"
 
 
-def _listening_sockets(port: int) -> dict[str, str]:
-    """Return the user id of each socket that listens at `port`, by inode."""
-    owners = {}
-    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
-        try:
-            with open(table, encoding="ascii") as file:
-                lines = file.read().splitlines()[1:]
-        except OSError:
-            continue  # an address family that the kernel was booted without
-        for fields in map(str.split, lines):
-            is_listening = len(fields) > 9 and fields[3] == _TCP_LISTEN
-            if is_listening and int(fields[1].rpartition(":")[2], 16) == port:
-                owners[fields[9]] = fields[7]
-    return owners
+class ListeningSocket(Struct, frozen=True):
+    """A TCP socket that listens, as proc_net_tcp(5) shows it."""
+
+    address: str
+    port: int
+    waiting: int
+    """Connections that no process has accepted."""
+    user: str
+    inode: str
+
+
+def list_listeners() -> list[ListeningSocket]:
+    """Return the listening TCP sockets of the network namespace of this process."""
+    found = []
+    for table in _TCP_TABLES:
+        # The kernel shows them first, however many connections follow.
+        for row in takewhile(lambda row: row[3] == _TCP_LISTEN, _tcp_rows(table)):
+            address, _, port = row[1].partition(":")
+            waiting = int(row[4].partition(":")[2], 16)
+            found.append(ListeningSocket(address, int(port, 16), waiting, row[7], row[9]))
+    return found
+
+
+def _tcp_rows(table: str) -> Iterator[list[str]]:
+    # An address family that the kernel was booted without has no table.
+    with contextlib.suppress(OSError), open(table, encoding="ascii") as file:
+        next(file, "")
+        yield from (row for row in map(str.split, file) if len(row) > 9)
+
+
+def listeners_at(own: tuple[Any, ...], peer: tuple[Any, ...]) -> list[ListeningSocket]:
+    """Return the sockets at `peer` that may accept a connection from `own`; none: not this host's.
+
+    The kernel prefers a socket of the very address.
+    """
+    host, port, *_ = peer
+    if host != own[0] and not host.startswith("127."):
+        return []
+    exact = {_shown(host)} if ":" in host else {_shown(host), _shown(f"::ffff:{host}")}
+    any_v4 = set[str]() if ":" in host else {_shown("0.0.0.0")}
+    at_port = [one for one in list_listeners() if one.port == port]
+    choices = ([one for one in at_port if one.address in each] for each in (exact, any_v4))
+    return next(filter(None, choices), [one for one in at_port if one.address == _shown("::")])
+
+
+def accepted_inode(own: tuple[Any, ...], peer: tuple[Any, ...]) -> str:
+    """Return the socket at the other end of a connection of this host.
+
+    Empty: no process has accepted it, or has it open any more.  Reads all TCP sockets.
+    """
+    local, remote = (f"{_shown(host)}:{port:04X}" for host, port, *_ in (peer, own))
+    for table in _TCP_TABLES:
+        for row in _tcp_rows(table):
+            # A socket for both families shows an IPv4 address with a prefix.
+            if row[1].endswith(local) and row[2].endswith(remote):
+                return "" if row[9] == "0" else row[9]
+    return ""
+
+
+def _shown(host: str) -> str:
+    """Return an address as the tables of TCP sockets show it: words in the order of the host."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    packed = socket.inet_pton(family, host.partition("%")[0])
+    return "".join(f"{word:08X}" for word in struct.unpack(f"={len(packed) // 4}I", packed))
 
 
 def _process_with(links: set[str]) -> int | None:

@@ -24,6 +24,7 @@ from elastic_aio import (
     EventsMissed,
     ExitStatus,
     Failure,
+    ForeignAnswer,
     GuardianLost,
     GuardianRestarted,
     JobFinished,
@@ -342,6 +343,8 @@ EVENTS: list[tuple[Event, int, str]] = [
     (LeftoversFound(pids=tuple(range(1, 7)), programs=("sh",) * 6, linger=30.0), WARNING,
      "the workers have succeeded and left 6 processes behind, they may run for another 30 s: "
      "sh (1), sh (2), sh (3), sh (4), sh (5), ..."),
+    (ForeignAnswer(rank=1, local_rank=0, pid=7, why="connected to nc (pid 3)"), WARNING,
+     "rank 1 (pid 7): its probe cannot ask it: connected to nc (pid 3)"),
     (GuardianRestarted(pid=9), WARNING, "guardian process exited, restarted as pid 9"),
     (GuardianLost(why="no process left"), WARNING,
      "guardian process exited, the job is unguarded: no process left"),

@@ -95,6 +95,14 @@ from elastic_aio import EventsMissed
 print(EventsMissed(count=3).sentence)  # 3 events missed
 
 # %%
+from elastic_aio import ForeignAnswer
+
+why = "connected to nginx (pid 7), no process of this child"
+print(
+    ForeignAnswer(rank=1, local_rank=1, pid=101, why=why).sentence
+)  # rank 1 (pid 101): its probe cannot ask it: connected to nginx (pid 7), no process of this child
+
+# %%
 from elastic_aio import GuardianLost
 
 print(

@@ -94,6 +94,7 @@ GUIDES = {
     "TimerRejected": "hangs.md#deadlines",
     "DeadlineMissed": "hangs.md#deadlines",
     "MessageDropped": "hangs.md#messages",
+    "ForeignAnswer": "servers.md#which-process-answers",
     "WorkersIdle": "hangs.md#a-job-that-hangs-now",
     "WorkersUnfinished": "hangs.md#a-job-that-hangs-now",
     "StacksDumped": "hangs.md#stacks",

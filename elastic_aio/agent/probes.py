@@ -3,6 +3,20 @@
 One timer is set to the first question of all.  A question is a task that ends with its answer or
 its timeout; between questions there is none.  A question that could not be asked, because this
 process lacks descriptors or its event loop was blocked, has no answer: a worker is not to blame.
+
+Which process answers at a port
+===============================
+
+The kernel shows the sockets that listen there (proc_net_tcp(5)), and who has them open:
+
+* All of them are the child's, which has made them: the answer is its.
+* The child has none: a stranger answers if its socket is older than the attempt, or belongs to
+  another child.  A younger one of another program may serve for the child, as Docker's proxy does.
+* The child has one beside others, or one that is older than the attempt (of `sockets`): its former
+  worker may accept there too, so that the process with the accepted connection answers.
+
+An answer counts where nothing is known: of another host or network namespace, of processes that
+this user may not look at, or if this program itself listens there.
 """
 
 from __future__ import annotations
@@ -14,26 +28,34 @@ import re
 import signal
 import socket
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from contextlib import closing, suppress
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from elastic_aio import aio
 from elastic_aio.agent.failures import WorkerRecord
 from elastic_aio.errors import HostError, SpawnError
+from elastic_aio.events import Event, ForeignAnswer
 from elastic_aio.logs.reader import LogReader
 from elastic_aio.logs.streams import LoggedStreams
 from elastic_aio.process import proc
 from elastic_aio.process.children import Child
 from elastic_aio.process.command_output import CommandOutput
-from elastic_aio.sockets import Address, look_up
+from elastic_aio.sockets import (
+    Address,
+    accepted_inode,
+    list_listeners,
+    listeners_at,
+    look_up,
+    owner_of,
+)
 from elastic_aio.spec.probe import (
     Exec,
     Http,
-    HttpTarget,
     LogMatch,
     PolledProbe,
     Probe,
@@ -56,15 +78,30 @@ _LINE_MAX: Final = 4096
 _QUIET_S: Final = 0.2
 """Seconds after which an unfinished line that does not grow counts as a line: a prompt."""
 _TEXT_MAX: Final = 100
+_ACCEPTED_S: Final = 0.05
+_DOUBTS_MAX: Final = 10
+"""Answers of other processes, or of unknown ones, after which a worker is reported."""
 _KILLED_S: Final = 1.0
 """Seconds for which the end of the probes waits until killed commands are reaped."""
 
 
 class Answer(Struct, frozen=True):
-    """An answer in words; `is_success` None: the question could not be asked."""
+    """An answer in words; `is_success` None: the question could not be asked.
+
+    `is_foreign`: maybe it is not the worker that has answered.
+    """
 
     is_success: bool | None
     text: str
+    is_foreign: bool = False
+
+
+def _judged(is_success: bool, text: str, answerer: Answerer) -> Answer:
+    if answerer.stranger:
+        return Answer(False, f"connected to {answerer.stranger}, no process of this child", True)
+    if answerer.doubt:
+        return Answer(None, f"{text}, accepted by {answerer.doubt} at the same socket", True)
+    return Answer(is_success, text)
 
 
 class Probes:
@@ -81,9 +118,12 @@ class Probes:
         on_answer: Callable[[int, str], None],
         on_ready: Callable[[int], None],
         on_not_alive: Callable[[int, str, float], None],
+        publish: Callable[[Event], None],
+        descendants: Callable[[], Awaitable[list[proc.ProcEntry] | None]],
     ) -> None:
         """Prepare; `begin_attempt` follows.
 
+        `descendants` returns the processes of the job, which a probe of a port asks.
         `on_answer` gets the local rank and each answer, in words; `on_ready` the local rank of a
         worker that a probe finds ready; `on_not_alive` that of one that is not alive, why, and the
         seconds since its last success.
@@ -96,6 +136,10 @@ class Probes:
         self._on_answer = on_answer
         self._on_ready = on_ready
         self._on_not_alive = on_not_alive
+        self._publish = publish
+        self._sockets = Sockets(descendants)
+        self._asked: dict[int, Answerer] = {}  # by local rank
+        self._doubts: dict[int, int] = {}  # foreign answers, by local rank
         self._table = ProbeTable(ready, alive)
         self._records: dict[int, WorkerRecord] = {}
         self._questions: dict[int, asyncio.Task[None]] = {}  # by local rank
@@ -117,6 +161,10 @@ class Probes:
         self.end()
         self._attempt = attempt
         self._table = ProbeTable(self._ready, self._alive)
+        self._doubts.clear()
+        if isinstance(self._ready, Http | Tcp) or isinstance(self._alive, Http | Tcp):
+            before = frozenset(one.inode for one in list_listeners())
+            self._sockets = Sockets(self._sockets.descendants, before)
 
     def add(self, record: WorkerRecord) -> None:
         """Begin to ask a worker that has been started."""
@@ -197,7 +245,10 @@ class Probes:
         elif now - began > probe.timeout + _LATE_S:
             answer = Answer(None, "this process was blocked")
         else:
-            answer = Answer(False, f"no answer within {probe.timeout:g} s")
+            asked, text = self._asked.get(local_rank), f"no answer within {probe.timeout:g} s"
+            is_silent = asked is None or await asked.is_silent()
+            answer = Answer(False if is_silent else None, text)
+        self._asked.pop(local_rank, None)
         self._questions.pop(local_rank, None)
         self._take(local_rank, probe, began, answer)
 
@@ -206,11 +257,23 @@ class Probes:
         seconds = self._table.since_success(local_rank, now)
         verdict = self._table.answer(local_rank, began, now, is_success=answer.is_success)
         self._on_answer(local_rank, answer.text)
+        if answer.is_foreign:
+            self._note_foreign(local_rank, answer)
         if verdict is Verdict.READY:
             self._on_ready(local_rank)
         self._set_alarm()
         if verdict is Verdict.NOT_ALIVE:
             self._on_not_alive(local_rank, answer.text, seconds)
+
+    def _note_foreign(self, local_rank: int, answer: Answer) -> None:
+        """Report once a stranger that answers, or that it is not known for long who does."""
+        count = self._doubts[local_rank] = self._doubts.get(local_rank, 0) + 1
+        if count == (1 if answer.is_success is False else _DOUBTS_MAX):
+            self._doubts[local_rank] = _DOUBTS_MAX
+            record = self._records[local_rank]
+            rank, pid = record.ranks.rank, record.pid
+            event = ForeignAnswer(rank=rank, local_rank=local_rank, pid=pid, why=answer.text)
+            self._publish(replace(event, attempt=self._attempt))
 
     # ------------------------------------------------------------------ questions
 
@@ -218,10 +281,13 @@ class Probes:
         try:
             match probe:
                 case Http():
-                    return await self._ask_http(probe, http_target(probe, local_rank))
+                    return await self._ask_http(probe, local_rank)
                 case Tcp():
-                    (await self._connect(*probe.host_port(local_rank))).close()
-                    return Answer(True, "connected")
+                    sock, answerer = await self._connect(local_rank, *probe.host_port(local_rank))
+                    with sock:
+                        await answerer.find()
+                        await answerer.look(_wait(probe))
+                    return _judged(True, "connected", answerer)
                 case Exec():
                     return await self._ask_command(probe, self._records[local_rank])
         except (OSError, ValueError, EOFError) as error:
@@ -231,7 +297,9 @@ class Probes:
             return Answer(False, one_line(str(error), _TEXT_MAX))
         raise AssertionError(f"a probe of an unknown kind: {probe!r}")
 
-    async def _connect(self, host: str, port: int) -> socket.socket:
+    async def _connect(
+        self, local_rank: int, host: str, port: int
+    ) -> tuple[socket.socket, Answerer]:
         """Return a connection to the first address of a host that accepts one, or raise OSError."""
         addresses = await self._look_up(host, port)
         loop, failures = asyncio.get_running_loop(), [OSError("it has no address")]
@@ -242,6 +310,7 @@ class Probes:
                 await loop.sock_connect(sock, address)
                 if is_own(sock):
                     raise ConnectionRefusedError(errno.ECONNREFUSED, "")
+                ends = sock.getsockname(), sock.getpeername()
             except OSError as error:
                 if sock is not None:
                     sock.close()
@@ -252,7 +321,8 @@ class Probes:
                     sock.close()
                 raise
             else:
-                return sock
+                answerer = self._asked[local_rank] = Answerer(self._sockets, ends)
+                return sock, answerer
         self._addresses.pop((host, port), None)  # a name may get another one
         # A host without IPv6 lacks the second address of "localhost": the first has answered.
         raise max(reversed(failures[1:] or failures), key=lambda one: one.errno not in _LACK)
@@ -268,8 +338,9 @@ class Probes:
             addresses = self._addresses[key] = asking.result()
         return addresses
 
-    async def _ask_http(self, probe: Http, target: HttpTarget) -> Answer:
-        sock = await self._connect(target.host, target.port)
+    async def _ask_http(self, probe: Http, local_rank: int) -> Answer:
+        target = http_target(probe, local_rank)
+        sock, answerer = await self._connect(local_rank, target.host, target.port)
         tls = {"ssl": self._tls(), "server_hostname": target.host} if target.is_tls else {}
         # The socket is the loop's from now on, which closes it if the handshake fails.
         reader, writer = await asyncio.open_connection(sock=sock, limit=_HEAD_MAX, **tls)  # type: ignore[arg-type]
@@ -277,14 +348,21 @@ class Probes:
             headers = {"Host": target.authority, "User-Agent": "elastic_aio", "Accept": "*/*"}
             headers |= {**probe.headers, "Connection": "close"}
             lines = [f"GET {target.path} HTTP/1.1", *(f"{k}: {v}" for k, v in headers.items())]
-            writer.write("\r\n".join([*lines, "", ""]).encode("ascii"))
-            status = await _read_status(reader)
+            await answerer.find()
+            status = 0
+            if not answerer.stranger:
+                writer.write("\r\n".join([*lines, ""]).encode("ascii"))
+                # The server waits for the last line, while it is looked who has accepted.
+                await answerer.look(_wait(probe))
+                writer.write(b"\r\n")
+                status = await _read_status(reader)
+                await answerer.look()
         except BaseException:  # a cancellation
             writer.transport.abort()
             raise
         self._wait_later(aio.create_task(_read_rest(reader, writer), name="rest of an answer"))
         low, high = probe.expects
-        return Answer(low <= status <= high, f"HTTP status {status}")
+        return _judged(low <= status <= high, f"HTTP status {status}", answerer)
 
     def _tls(self) -> ssl.SSLContext:
         if self._context is None:
@@ -364,6 +442,11 @@ def _plain(raw: bytes) -> bytes:
     return plain.replace(b"\r", b"\n")
 
 
+def _wait(probe: PolledProbe) -> float:
+    """Return the seconds in which a server accepts, unless it is busy."""
+    return min(_ACCEPTED_S, probe.timeout / 4)
+
+
 def is_own(sock: socket.socket) -> bool:
     """Return whether a socket is connected to itself.
 
@@ -414,3 +497,90 @@ def _kill_group(child: Child) -> None:
     if child.send_signal(signal.SIGKILL):
         with suppress(OSError):
             os.killpg(child.pid, signal.SIGKILL)
+
+
+# ------------------------------------------------------------- which process answers at a port
+
+Ends = tuple[tuple[Any, ...], tuple[Any, ...]]
+"""Both addresses of a connection, the own one first."""
+
+
+class Sockets(Struct):
+    """The listening sockets that were there before an attempt, and those that its child has."""
+
+    descendants: Callable[[], Awaitable[list[proc.ProcEntry] | None]]
+    before: frozenset[str] = frozenset()
+    held: set[str] = set()
+
+    async def find_open(self, inodes: Collection[str]) -> tuple[list[int], set[str]]:
+        """Return the processes of the child, and which sockets they have open."""
+        pids = [one.pid for one in await self.descendants() or ()]
+        return pids, await aio.run_in_thread(_find_open, pids, inodes, daemon=True)
+
+
+class Answerer:
+    """Who answers on one connection: the child, unless there is a `doubt`."""
+
+    def __init__(self, sockets: Sockets, ends: Ends) -> None:
+        self.stranger = ""
+        """Another program that answers."""
+        self._sockets = sockets
+        self._ends = ends
+        self._shared: Collection[str] = ()  # sockets of the child, and not of it alone
+        self._is_own: bool | None = True  # None: no process is known to have accepted
+
+    @property
+    def doubt(self) -> str:
+        return {True: "", False: "another process", None: "no known process"}[self._is_own]
+
+    async def find(self) -> None:
+        """Find out who listens for the connection, before it is used."""
+        found = await aio.run_in_thread(listeners_at, *self._ends, daemon=True)
+        inodes, known, pids = {one.inode for one in found}, self._sockets, list[int]()
+        if not inodes <= known.held:
+            pids, opened = await known.find_open(inodes)
+            known.held |= opened
+        if held := inodes & known.held:
+            if held != inodes or held & known.before:
+                self._shared, self._is_own = held, None
+        elif inodes:
+            is_old = bool(inodes & known.before)
+            name = await aio.run_in_thread(_find_stranger, inodes, pids, is_old, daemon=True)
+            self.stranger = name
+
+    async def look(self, wait: float = 0.0) -> None:
+        """Find out who has accepted from a shared socket, after so many seconds."""
+        if self._is_own is None:
+            # No event tells a client that its connection is accepted; a server may end it soon.
+            await asyncio.sleep(wait)
+            if inode := await aio.run_in_thread(accepted_inode, *self._ends, daemon=True):
+                self._is_own = bool((await self._sockets.find_open({inode}))[1])
+
+    async def is_silent(self) -> bool:
+        """Return whether it is the child that has not answered in time."""
+        if self._is_own is not None:
+            return self._is_own
+        rows = await aio.run_in_thread(list_listeners, daemon=True)
+        return any(row.waiting and row.inode in self._shared for row in rows)
+
+
+def _find_open(pids: Iterable[int], inodes: Collection[str]) -> set[str]:
+    """Return the sockets that some processes have open; all, if this user may not look."""
+    links, is_hidden = set[str](), False
+    for pid in pids:
+        links |= {proc.link_of(pid, f"fd/{number}") for number in proc.list_numbers(pid, "fd")}
+        is_hidden |= proc.hides_environment(pid)
+    found = {one for one in inodes if f"socket:[{one}]" in links}
+    return set(inodes) if is_hidden and not found else found
+
+
+def _find_stranger(inodes: Collection[str], pids: Collection[int], is_old: bool) -> str:
+    """Return who listens at sockets that the child has not; empty if it may be for the child."""
+    own = proc.own_pid()
+    if _find_open([own], inodes):
+        return ""
+    pid, name = owner_of(inodes)
+    process = None if pid is None else proc.read_process(pid)
+    while process is not None and process.pid not in (own, *pids):
+        process = proc.read_process(process.parent)
+    return name if is_old or (process is not None and process.pid == own) else ""

@@ -477,6 +477,8 @@ class LocalRuntime:
             self.clock,
             start_command=self.start_command,
             logged=logged,
+            publish=self.publish,
+            descendants=lambda: self.tree.descendants(),
             **callbacks,
         )
 
