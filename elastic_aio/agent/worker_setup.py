@@ -69,6 +69,11 @@ class WorkerSetup:
         """The directory of the cgroup of the workers; empty without one."""
         return "" if self._cgroup is None else self._cgroup.path
 
+    @property
+    def owner(self) -> tuple[int, int]:
+        """User and group to whom belongs what is made for the workers; -1: of this process."""
+        return self._account.owner
+
     async def open(self) -> None:
         """Bind the sockets, make the cgroup, and look the user up.
 
@@ -81,7 +86,7 @@ class WorkerSetup:
         self._starter = ExecStarter(self._spec.python)
         self._listeners = self._given
         if self._given is None and self._spec.sockets:
-            self._listeners = Listeners(self._spec.sockets)
+            self._listeners = Listeners(self._spec.sockets, self.owner)
             await self._listeners.open(self._nproc)
         if limits.cgroup:
             # In a thread: the kernel takes long to move a process.  Its end is waited for, so that
@@ -149,6 +154,10 @@ class Account(Struct, frozen=True):
 
     settings: dict[str, str] = {}
     env: dict[str, str] = {}
+
+    @property
+    def owner(self) -> tuple[int, int]:
+        return int(self.settings.get("user", -1)), int(self.settings.get("group", -1))
 
 
 def find_account(limits: LimitSpec) -> Account:

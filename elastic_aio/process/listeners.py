@@ -28,9 +28,10 @@ class Listeners:
     descriptor that is opened later, for a worker to inherit it, has one of those.
     """
 
-    def __init__(self, specs: Sequence[SocketSpec]) -> None:
-        """Prepare; nothing is bound before `open`."""
+    def __init__(self, specs: Sequence[SocketSpec], owner: tuple[int, int] = (-1, -1)) -> None:
+        """Prepare; nothing is bound before `open`.  `owner`: user and group of paths; -1: ours."""
         self._specs = specs
+        self._owner = owner
         # By address, and for a socket of one worker by local rank.
         self._sockets: dict[tuple[str, int | None], socket.socket] = {}
         self._addresses: dict[str, Address] = {}
@@ -66,7 +67,7 @@ class Listeners:
     async def _open(self, spec: SocketSpec, nproc: int) -> None:
         try:
             if spec.path is not None:
-                self._sockets[spec.address, None] = self._bind_path(spec.path)
+                self._sockets[spec.address, None] = self._bind_path(spec.path, spec.mode)
                 return
             self._addresses[spec.address] = await _resolve(*spec.host_port)
             for local_rank in range(nproc) if spec.reuse_port else (None,):
@@ -86,6 +87,7 @@ class Listeners:
         if (path := self._paths.get(spec.address)) is not None:
             path.users += 1
             new._paths[spec.address] = path
+            new._set_access(path.name, spec.mode)
         return True
 
     def descriptors(self, local_rank: int) -> tuple[int, ...]:
@@ -117,7 +119,7 @@ class Listeners:
             raise
         return sock
 
-    def _bind_path(self, path: str) -> socket.socket:
+    def _bind_path(self, path: str, mode: int) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             try:
@@ -128,11 +130,16 @@ class Listeners:
                 os.unlink(path)
                 sock.bind(path)
             self._paths[f"unix://{path}"] = _Path(path, os.stat(path))
+            self._set_access(path, mode)  # before it listens: until then no client gets in
             sock.listen(BACKLOG)
         except BaseException:  # it does not stay open
             sock.close()
             raise
         return sock
+
+    def _set_access(self, path: str, mode: int) -> None:
+        os.chmod(path, mode)
+        os.chown(path, *self._owner, follow_symlinks=False)
 
     def close(self) -> None:
         """Close all sockets, and remove the paths that are still theirs.  Idempotent."""
@@ -156,8 +163,16 @@ class _Path(Struct):
 
 
 def _is_stale(path: str) -> bool:
-    """Return whether a path is a socket at which no process listens."""
+    """Return whether a path is a socket at which no process listens.
+
+    The kernel knows the paths of this network namespace (proc_pid_net(5)): a server is not
+    disturbed by a connection.
+    """
     if not stat.S_ISSOCK(os.lstat(path).st_mode):
+        return False
+    with open("/proc/self/net/unix", "rb") as file:
+        rows = [row.split(None, 7) for row in file if row.endswith(b" %s\n" % os.fsencode(path))]
+    if any(row[3] == b"00010000" for row in rows):
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.setblocking(False)

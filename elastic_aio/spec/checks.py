@@ -38,6 +38,15 @@ _HOST_PORT: Final = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::(.*))?", re.D
 _NO_OS_TEXT: Final = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
 
 
+def checked_mode(name: str, value: object, what: str = "a mode such as '0660' or 0o660") -> int:
+    """Return permissions that are given as a number or an octal text, or raise SpecError."""
+    if isinstance(value, str) and re.fullmatch("(0o)?[0-7]{1,4}", value):
+        value = int(value, 8)
+    if not is_integer(value) or not 0 <= value <= 0o777:
+        raise SpecError(name, value, f"must be {what}")
+    return value
+
+
 def is_integer(value: object) -> TypeGuard[int]:
     """Return whether `value` is an int and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)

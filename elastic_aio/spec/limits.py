@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Final
 
@@ -22,11 +21,7 @@ def _size(name: str, value: object) -> int:
 
 
 def _umask(name: str, value: object) -> int:
-    if isinstance(value, str) and re.fullmatch("(0o)?[0-7]{1,4}", value):
-        value = int(value, 8)
-    if not checks.is_integer(value) or not 0 <= value <= 0o777:
-        raise SpecError(name, value, "must be a mask such as '0027' or 0o027")
-    return value
+    return checks.checked_mode(name, value, "a mask such as '0027' or 0o027")
 
 
 def _account(name: str, value: object) -> int | str:

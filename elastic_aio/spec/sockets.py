@@ -7,8 +7,14 @@ from collections.abc import Mapping
 from typing import Final
 
 from elastic_aio.errors import SpecError
-from elastic_aio.spec.checks import check_keys, checked_items, checked_text, parse_host_port
-from elastic_aio.spec.fields import SpecValue, field, spec_fields
+from elastic_aio.spec.checks import (
+    check_keys,
+    checked_items,
+    checked_mode,
+    checked_text,
+    parse_host_port,
+)
+from elastic_aio.spec.fields import Converted, SpecValue, field, spec_fields
 from elastic_aio.text import os_bytes
 
 _NAME: Final = re.compile(r"[!-9;-~]{1,255}")
@@ -38,10 +44,15 @@ class SocketSpec(SpecValue, prefix="sockets."):
     reuse_port: bool = field(default=False)
     """Whether each worker has a socket of its own at the same port (SO_REUSEPORT), so that the
     kernel divides the connections; otherwise all workers accept from one socket."""
+    mode: Converted[int, int | str] = field(default=0o666, check=checked_mode)
+    """The permissions of the path of a Unix socket, whatever the umask; a text is octal.  The
+    default is 0666: any user may connect.  The owner is `limits.user`."""
 
     def _check(self) -> None:
         if self.path is None:
             _ = self.host_port
+            if self.mode != 0o666:
+                raise SpecError("sockets.mode", self.mode, f"needs a path (address {self.address})")
         elif self.reuse_port:
             raise SpecError("sockets.reuse_port", True, f"needs a port (address {self.address})")
 

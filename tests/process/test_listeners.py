@@ -100,3 +100,36 @@ async def test_a_path_that_a_killed_launcher_has_left_is_replaced(tmp_path: Path
     assert path.exists()
     with opened([f"unix://{path}"]) as listeners, pytest.raises(SpecError, match="in use"):
         await listeners.open(1)
+
+
+async def test_the_path_of_a_socket_has_its_mode_and_owner(tmp_path: Path) -> None:
+    """Whatever the umask; who takes it over sets its own."""
+    path = tmp_path / "s"
+    former = os.umask(0o077)
+    try:
+        with opened([f"unix://{path}"]) as listeners:
+            await listeners.open(1)
+            assert path.stat().st_mode & 0o777 == 0o666
+            owner = (65534, 65534) if os.geteuid() == 0 else (-1, -1)
+            new = Listeners([SocketSpec(f"unix://{path}", mode="0600")], owner)
+            await new.open(1, [listeners])
+            assert path.stat().st_mode & 0o777 == 0o600
+            assert path.stat().st_uid == (65534 if os.geteuid() == 0 else os.geteuid())
+            new.close()
+            assert path.exists()
+    finally:
+        os.umask(former)
+
+
+async def test_a_server_at_a_path_is_not_disturbed(tmp_path: Path) -> None:
+    """The attempt to bind its path connects to no server, which might take that ill."""
+    path = f"{tmp_path}/s"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+        server.listen()
+        server.setblocking(False)
+        problem = "cannot be bound: address already in use"
+        with opened([f"unix://{path}"]) as listeners, pytest.raises(SpecError, match=problem):
+            await listeners.open(1)
+        with pytest.raises(BlockingIOError):
+            server.accept()

@@ -104,6 +104,17 @@ def test_a_probe_knows_each_worker() -> None:
         ("sockets", ["unix://x"], "sockets: must be tcp://HOST:PORT, tcp://*:PORT or unix:///PA"),
         ("sockets", ["unix:///" + "x" * 107], "sockets: must have a path of at most 107 bytes"),
         ("sockets", ["tcp://h:1", "a=tcp://h:1"], "sockets: must not hold an address twice"),
+        ("sockets", [{"address": "tcp://h:1", "mode": "0600"}], "sockets.mode: needs a path (addr"),
+        (
+            "sockets",
+            [{"address": "unix:///s", "mode": "9"}],
+            "sockets.mode: must be a mode such as",
+        ),
+        (
+            "sockets",
+            [{"address": "unix:///s", "mode": 0o1777}],
+            "sockets.mode: must be a mode such",
+        ),
         ("sockets", [{"adress": "tcp://h:1"}], "sockets: has no such key; there are address,"),
         ("limits", "1G", "limits: must be a LimitSpec or a table of its fields (got '1G')"),
         ("limits", {"memory": 1}, "limits: has no such key; there are memory_max, memory_high,"),
