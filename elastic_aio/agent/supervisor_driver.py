@@ -714,7 +714,12 @@ class SupervisorDriver(BaseDriver):
                 return found
             from elastic_aio.process.listeners import Listeners  # few jobs have sockets
 
-            listeners = Listeners(sockets)
+            owner = (-1, -1)
+            if spec.limits is not None:
+                from elastic_aio.agent.worker_setup import find_account  # as above
+
+                owner = find_account(spec.limits).owner
+            listeners = Listeners(sockets, owner)
             nproc = resolve_nproc(spec) if effect.rank is None else effect.world_size
             former = [one for (other, _), one in self._listeners.items() if other == name]
             await listeners.open(nproc, former)
