@@ -267,8 +267,9 @@ class JobOutput:
         key = attempt, local_rank
         if key not in self._plans:  # a layout is asked once: it may count
             try:
+                directory, is_given = self.directory.path, self.directory.owner is not None
                 self._plans[key] = paths.plan_logs(
-                    self._spec.logs, self.directory.path, *key, self.capture.streams
+                    self._spec.logs, directory, *key, self.capture.streams, is_given=is_given
                 )
             except Exception as error:
                 message = f"the plan of the logs failed: {type(error).__name__}: {error}"

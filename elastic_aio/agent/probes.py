@@ -372,15 +372,13 @@ class Probes:
         return self._context
 
     async def _ask_command(self, probe: Exec, record: WorkerRecord) -> Answer:
-        ranks = record.ranks
-        env = {"RANK": str(ranks.rank), "LOCAL_RANK": str(ranks.local_rank)}
-        env |= {"WORLD_SIZE": str(ranks.world_size)}
+        local_rank = record.ranks.local_rank
         child: Child | None = None
 
         async def start() -> None:
             nonlocal child
-            command = probe.command(ranks.local_rank)
-            child = await self._start_command(command, output.writer.fileno(), env)
+            command = probe.command(local_rank)
+            child = await self._start_command(command, output.writer.fileno(), local_rank)
             self._commands.add(child)
             child.exited.add_done_callback(partial(self._forget, child))
 

@@ -88,6 +88,7 @@ from elastic_aio.worker.context import (
     WATCHDOG_USEC,
     WorkerContext,
     task_of,
+    without_channels,
 )
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class LocalRuntime:
     """The resources of one job on this host; must be closed."""
 
     _loading: asyncio.Task[None] | None = None
+    _worker_env: dict[int, dict[str, str]]  # of their commands, by local rank
     _abandoned: Set[int] = frozenset()  # survivors of the last stop, which have been reported
 
     def __init__(
@@ -225,9 +227,14 @@ class LocalRuntime:
         )
         self._guardian.start()
         self.output.open(self._streams)
+        if self._setup is not None and self._setup.owner != (-1, -1):
+            self.output.directory.give_to(self._setup.owner)
         if self.spec.ready is not None:
             self.output.check_readable("ready", self.spec.ready.streams)
         self.liveness.open()
+        owner = self.output.directory.owner
+        if owner is not None and self.liveness.timer_file:
+            os.chown(self.liveness.timer_file, *owner)
         if self._adopts_orphans:
             self._tree.orphans.adopt()
         env = worker_env(self.spec, self.nproc, {job.marker: marker_value()})
@@ -336,7 +343,7 @@ class LocalRuntime:
     def begin_attempt(self, attempt: int, records: Mapping[int, WorkerRecord]) -> str | None:
         """Note the current attempt and its future `records`; return its log directory, if any."""
         self.attempt = attempt
-        self._common_env = None
+        self._common_env, self._worker_env = None, {}
         self.liveness.begin_attempt(attempt, records)
         return self.output.attempt_directory(attempt)
 
@@ -412,6 +419,7 @@ class LocalRuntime:
             self._common_env = self._make_common_env(ranks.local_world_size)
         common, own = self._common_env
         env = {**common, **of_worker, **own, **context.to_env()}
+        self._worker_env[ranks.local_rank] = without_channels({**env, ERROR_FILE: ""})
         if self.spec.virtual_local_rank:
             env |= {"LOCAL_RANK": "0", REAL_LOCAL_RANK: str(ranks.local_rank)}
             env |= device_env(self.spec, ranks.local_rank)
@@ -486,14 +494,17 @@ class LocalRuntime:
         return await spawner(_with_original_limit(child_spec))
 
     async def start_command(
-        self, argv: Sequence[str], output: int, own_env: Mapping[str, str] = {}
+        self, argv: Sequence[str], output: int, local_rank: int | None = None
     ) -> Child:
-        """Start a command, which writes to `output` and has variables of its own.
+        """Start a command of the job, or one with the environment of a worker that has started.
 
-        Raises SpawnError.  A stop of the workers ends it too.
+        It writes to `output`.  Raises SpawnError.  A stop of the workers ends it too.
         """
         null = self._standard_streams.null
-        env = worker_env(self.spec, self.nproc, {**own_env, self.tree.marker: marker_value()})
+        if local_rank is None:
+            env = worker_env(self.spec, self.nproc, {self.tree.marker: marker_value()})
+        else:
+            env = self._worker_env[local_rank]
         child_spec = ChildSpec(tuple(argv), env, self.spec.cwd, null, output, output)
         spawn = partial(self._spawn_within_limit, self.entrypoint.command_spawner)
         if self._setup is not None:

@@ -74,6 +74,9 @@ class RunDirectory:
         self._lock = -1
         self.unlocked: OSError | None = None
         """Why no lock says that the run goes on: then it removes no run, and no run removes it."""
+        self._root = path  # of the run
+        self.owner: tuple[int, int] | None = None
+        """User and group of what is made for the workers, if they run as another user."""
         self._node: NodeRecord | None = None
 
     def __repr__(self) -> str:
@@ -131,7 +134,16 @@ class RunDirectory:
                 os.mkdir(path)
                 self._below.append(path)
         kind = self._is_temporary
-        return RunDirectory(path, is_temporary=kind, has_logs=has_logs, is_child=True)
+        made = RunDirectory(path, is_temporary=kind, has_logs=has_logs, is_child=True)
+        made._root = self._root
+        return made
+
+    def give_to(self, owner: tuple[int, int]) -> None:
+        """Let workers that run as another user write in their own directories, and reach them."""
+        self.owner, path = owner, self.path
+        while path is not None:
+            os.chmod(path, stat.S_IMODE(os.stat(path).st_mode) | 0o111)
+            path = None if path == self._root else os.path.dirname(path)
 
     def lock(self) -> None:
         """Mark this directory as a running job's, or raise an OSError.
@@ -196,10 +208,15 @@ class RunDirectory:
             self._left, self._created = [*self._left, *self._created], []
             self._make(attempt_directory(self.path, attempt), may_be_full=may_be_full)
 
-    def _make(self, directory: str, *, may_be_full: bool) -> None:
+    def _make(self, directory: str, *, may_be_full: bool, is_own: bool = False) -> None:
         try:
             self._make_again(os.path.dirname(directory))
             os.mkdir(directory)
+            if self.owner is not None:
+                # Only the launcher may replace the directory of a worker in that of the attempt.
+                if self._is_temporary:
+                    os.chmod(directory, 0o700 if is_own else 0o711)
+                os.chown(directory, *self.owner if is_own else (-1, -1))
         except OSError as error:
             if not may_be_full or error.errno not in _FULL:
                 raise
@@ -226,7 +243,8 @@ class RunDirectory:
         """
         plans = (logs.stdout, logs.stderr)
         if logs.directory is not None:
-            self._make(logs.directory, may_be_full=any(plan.is_relayed for plan in plans))
+            may_be_full = any(plan.is_relayed for plan in plans)
+            self._make(logs.directory, may_be_full=may_be_full, is_own=True)
         relays: dict[str, Relay] = {}
         opened: dict[str, int] = {}  # by path: two streams may be one
         with ExitStack() as stack:
@@ -237,7 +255,9 @@ class RunDirectory:
                 if plan.path not in opened:
                     if plan.is_relayed:
                         relay = relays[plan.path] = self._open_relay(plan)
-                    file = relay.writer if plan.is_relayed else _open_new(plan.path, os.O_WRONLY)
+                    file = (
+                        relay.writer if plan.is_relayed else self._open_new(plan.path, os.O_WRONLY)
+                    )
                     stack.callback(os.close, file)
                     opened[plan.path] = file
                 return opened[plan.path]
@@ -253,9 +273,13 @@ class RunDirectory:
     def _open_relay(self, plan: StreamPlan) -> Relay:
         """Return the relay of a stream, or raise an OSError; a file of the user's is made now."""
         assert plan.path is not None, "a relayed stream has a file"
+        make = (
+            self._make_captured if plan.is_captured else partial(self._open_new, access=os.O_RDWR)
+        )
+        relay = Relay(partial(make, plan.path))
+        self._give(relay.writer)
         if plan.is_captured:
-            return Relay(partial(self._make_captured, plan.path))
-        relay = Relay(partial(_open_new, plan.path, os.O_RDWR))
+            return relay
         try:
             relay.make_file()
         except OSError as error:
@@ -273,7 +297,20 @@ class RunDirectory:
         with suppress(FileExistsError):
             self._make(os.path.dirname(path), may_be_full=False)
         self.has_captured = True
-        return os.open(path, os.O_RDWR | _NEW_FILE, _FILE_MODE)
+        return self._give(os.open(path, os.O_RDWR | _NEW_FILE, _FILE_MODE))
+
+    def _open_new(self, path: str, access: int) -> int:
+        with suppress(FileNotFoundError):
+            return self._give(os.open(path, access | _NEW_FILE, _FILE_MODE))
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        return self._give(os.open(path, access | _NEW_FILE, _FILE_MODE))
+
+    def _give(self, descriptor: int) -> int:
+        """Let the workers open a stream again that they have, as /dev/stdout; return it."""
+        if self.owner is not None:
+            with suppress(OSError):  # of a file server that lets no root do so
+                os.fchown(descriptor, *self.owner)
+        return descriptor
 
     def remove_files(
         self, paths: Callable[[int, int], Iterable[str]], attempts: Container[int]
@@ -415,13 +452,6 @@ def _numbered(directory: str, prefix: str = "") -> list[tuple[int, str]]:
         return []
     numbers = [(name.removeprefix(prefix), name) for name in names if name.startswith(prefix)]
     return [(int(text), f"{directory}/{name}") for text, name in numbers if text.isdecimal()]
-
-
-def _open_new(path: str, access: int) -> int:
-    with suppress(FileNotFoundError):
-        return os.open(path, access | _NEW_FILE, _FILE_MODE)
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    return os.open(path, access | _NEW_FILE, _FILE_MODE)
 
 
 def _make_below(parent: str, prefix: str, mode: int = 0o777) -> str:

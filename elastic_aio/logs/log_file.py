@@ -140,8 +140,11 @@ class LogFile:
 
 
 def open_log(path: str) -> int:
-    """Return the descriptor of a file, or raise an OSError; wait for no writer of a named pipe."""
-    return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    """Return the descriptor of a file, or raise an OSError; wait for no writer of a named pipe.
+
+    A link is refused, which a worker of another user may put in the place of its file.
+    """
+    return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 def read_end(path: str, size: int) -> bytes:

@@ -136,13 +136,16 @@ def plan_logs(
     attempt: int,
     local_rank: int,
     captured: CapturedStreams = NOT_CAPTURED,
+    *,
+    is_given: bool = False,
 ) -> WorkerLogs:
     """Decide where a worker's output goes.
 
     A tee'd stream is redirected too: the console shows the file.  Other streams that are not
     redirected are captured or inherited.  Workers outside `local_ranks_filter` are muted: their
     files are complete, but not shown, and their other streams go to /dev/null.  `run_directory` is
-    None if no files can or shall be kept.
+    None if no files can or shall be kept.  `is_given`: workers may write in their own directories
+    only.
     """
     if run_directory is None or spec.is_off:
         tee = redirected = Std.NONE
@@ -173,7 +176,7 @@ def plan_logs(
         stream(Std.OUT, "stdout"), stream(Std.ERR, "stderr"), directory, captured
     )
     error_file = "" if directory is None else f"{directory}/error.json"
-    if run_directory is not None and spec.log_dir is None and not redirected:
+    if run_directory is not None and spec.log_dir is None and not redirected and not is_given:
         # Most workers fail never and write no line: no directory is made and removed for them.
         error_file = f"{attempt_directory(run_directory, attempt)}/error_{local_rank}.json"
         directory = None

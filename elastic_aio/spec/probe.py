@@ -196,7 +196,7 @@ class Exec(PolledProbe):
 
     argv: Converted[tuple[str, ...], Iterable[str]] = field(check=_argv, kw_only=False)
     """Program and arguments, in which `${local_rank}` is replaced; a text is a command of the
-    shell.  It has the environment of the job, `RANK` and `LOCAL_RANK`."""
+    shell.  It runs as the worker does: in its environment and directory, as its user."""
 
     def command(self, local_rank: int) -> tuple[str, ...]:
         """Return program and arguments for a worker."""

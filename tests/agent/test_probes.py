@@ -201,13 +201,15 @@ async def test_tcp_and_the_addresses_of_a_name() -> None:
 
 
 async def test_a_command_has_the_ranks_of_its_worker(tmp_path: Path) -> None:
-    """In its arguments and its environment, with that of the job."""
+    """In its arguments and its environment, which is that of the worker but for its channels."""
     probe = Exec(
-        f"test $RANK.$LOCAL_RANK.$WORLD_SIZE.$X = ${{local_rank}}.${{local_rank}}.2.y"
+        "test $RANK.$LOCAL_RANK.$WORLD_SIZE.$X.$W = ${local_rank}.${local_rank}.2.y.${local_rank}"
+        " && test -n $MASTER_PORT && test -z $ELASTIC_AIO_NOTIFY_FD$TORCHELASTIC_ERROR_FILE"
         f" && test -e {tmp_path}/ready.${{local_rank}} || {{ echo one; echo two; exit 3; }}",
         **FAST,
     )
-    async with running(nproc_per_node=2, ready=probe, env={"X": "y"}) as (agent, events):
+    env: dict[str, Any] = {"env": {"X": "y"}, "worker_env": [{"W": "0"}, {"W": "1"}]}
+    async with running(nproc_per_node=2, ready=probe, **env) as (agent, events):
         await until(lambda: answer_of(agent) == "exit code 3: two")
         (tmp_path / "ready.1").touch()
         await until(lambda: count(events, WorkerReady))
