@@ -4,19 +4,12 @@ One timer is set to the first question of all.  A question is a task that ends w
 its timeout; between questions there is none.  A question that could not be asked, because this
 process lacks descriptors or its event loop was blocked, has no answer: a worker is not to blame.
 
-Which process answers at a port
-===============================
-
-The kernel shows the sockets that listen there (proc_net_tcp(5)), and who has them open:
-
-* All of them are the child's, which has made them: the answer is its.
-* The child has none: a stranger answers if its socket is older than the attempt, or belongs to
-  another child.  A younger one of another program may serve for the child, as Docker's proxy does.
-* The child has one beside others, or one that is older than the attempt (of `sockets`): its former
-  worker may accept there too, so that the process with the accepted connection answers.
-
-An answer counts where nothing is known: of another host or network namespace, of processes that
-this user may not look at, or if this program itself listens there.
+The kernel shows who listens at a port and who has accepted (proc_net_tcp(5), `/proc/PID/fd`).  The
+answer is the child's if its processes alone listen, or one of them has accepted; `sockets` and
+SO_REUSEPORT let others accept too.  It is a stranger's if only sockets listen that are older than
+the attempt, or another child's: a younger one may serve for the child, as Docker's proxy does.
+It counts where nothing is known: of another host or network namespace, of processes that this user
+may not look at, or if this program itself listens there.
 """
 
 from __future__ import annotations
@@ -79,6 +72,7 @@ _QUIET_S: Final = 0.2
 """Seconds after which an unfinished line that does not grow counts as a line: a prompt."""
 _TEXT_MAX: Final = 100
 _ACCEPTED_S: Final = 0.05
+"""Seconds in which a server accepts, unless it is busy."""
 _DOUBTS_MAX: Final = 10
 """Answers of other processes, or of unknown ones, after which a worker is reported."""
 _KILLED_S: Final = 1.0
@@ -286,7 +280,7 @@ class Probes:
                     sock, answerer = await self._connect(local_rank, *probe.host_port(local_rank))
                     with sock:
                         await answerer.find()
-                        await answerer.look(_wait(probe))
+                        await answerer.look(probe.timeout)
                     return _judged(True, "connected", answerer)
                 case Exec():
                     return await self._ask_command(probe, self._records[local_rank])
@@ -353,7 +347,7 @@ class Probes:
             if not answerer.stranger:
                 writer.write("\r\n".join([*lines, ""]).encode("ascii"))
                 # The server waits for the last line, while it is looked who has accepted.
-                await answerer.look(_wait(probe))
+                await answerer.look(probe.timeout)
                 writer.write(b"\r\n")
                 status = await _read_status(reader)
                 await answerer.look()
@@ -438,11 +432,6 @@ def _plain(raw: bytes) -> bytes:
     if len(plain) > 2 * _LINE_MAX:
         plain = plain[:_LINE_MAX] + b"\n" + plain[-_LINE_MAX:]
     return plain.replace(b"\r", b"\n")
-
-
-def _wait(probe: PolledProbe) -> float:
-    """Return the seconds in which a server accepts, unless it is busy."""
-    return min(_ACCEPTED_S, probe.timeout / 4)
 
 
 def is_own(sock: socket.socket) -> bool:
@@ -543,14 +532,14 @@ class Answerer:
                 self._shared, self._is_own = held, None
         elif inodes:
             is_old = bool(inodes & known.before)
-            name = await aio.run_in_thread(_find_stranger, inodes, pids, is_old, daemon=True)
-            self.stranger = name
+            find = partial(_find_stranger, inodes, pids, is_old)
+            self.stranger = await aio.run_in_thread(find, daemon=True)
 
-    async def look(self, wait: float = 0.0) -> None:
-        """Find out who has accepted from a shared socket, after so many seconds."""
+    async def look(self, timeout: float = 0.0) -> None:
+        """Find out who has accepted from a shared socket, which may take part of a timeout."""
         if self._is_own is None:
             # No event tells a client that its connection is accepted; a server may end it soon.
-            await asyncio.sleep(wait)
+            await asyncio.sleep(min(_ACCEPTED_S, timeout / 4))
             if inode := await aio.run_in_thread(accepted_inode, *self._ends, daemon=True):
                 self._is_own = bool((await self._sockets.find_open({inode}))[1])
 

@@ -130,33 +130,27 @@ class LogReader:
         self._changed.clear()
         is_over = self._streams.is_closed
         self._look_for_more()
-        if self._quiet is not None and self._take_quiet(self._quiet):
+        until = self._keep_quiet()
+        if self._lines:
             return True
         if self._ready:
             await self._read_next(self._ready[0])
             return True
         if not self._waiting and (is_over or not self._follow):
             return False
-        await self._wait_change()
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                await self._changed.wait()
         return True
 
-    async def _wait_change(self) -> None:
-        """Wait until a file has grown, or an unfinished line has been quiet."""
-        ends = [] if self._quiet is None else [log.at + self._quiet for log in self._unfinished]
-        with suppress(TimeoutError):
-            async with asyncio.timeout_at(min(ends, default=None)):
-                await self._changed.wait()
-
-    @property
-    def _unfinished(self) -> list[_OpenLog]:
-        return [log for log in self._waiting if log.is_unfinished]
-
-    def _take_quiet(self, quiet: float) -> bool:
-        """Keep the unfinished lines that have been quiet; return whether there are some."""
+    def _keep_quiet(self) -> float | None:
+        """Keep unfinished lines that have been quiet; return when the next one will have been."""
+        if (quiet := self._quiet) is None:
+            return None
         now = asyncio.get_running_loop().time()
-        found = [log.unfinished_line() for log in self._unfinished if log.at + quiet <= now]
-        self._lines.extend(found)
-        return bool(found)
+        growing = [log for log in self._waiting if log.is_unfinished]
+        self._lines.extend(log.unfinished_line() for log in growing if log.at + quiet <= now)
+        return min((log.at + quiet for log in growing), default=None)
 
     def _look_for_more(self) -> None:
         """Make new and ended streams ready."""
