@@ -251,13 +251,13 @@ class RunDirectory:
 
             def open_stream(plan: StreamPlan, own: int) -> int:
                 if plan.path is None:
-                    return own if plan.target is StreamTarget.CONSOLE else devnull
+                    return self._give_pipe(own) if plan.target is StreamTarget.CONSOLE else devnull
                 if plan.path not in opened:
                     if plan.is_relayed:
                         relay = relays[plan.path] = self._open_relay(plan)
-                    file = (
-                        relay.writer if plan.is_relayed else self._open_new(plan.path, os.O_WRONLY)
-                    )
+                        file = relay.writer
+                    else:
+                        file = self._open_new(plan.path, os.O_WRONLY)
                     stack.callback(os.close, file)
                     opened[plan.path] = file
                 return opened[plan.path]
@@ -304,6 +304,11 @@ class RunDirectory:
             return self._give(os.open(path, access | _NEW_FILE, _FILE_MODE))
         os.makedirs(os.path.dirname(path), exist_ok=True)
         return self._give(os.open(path, access | _NEW_FILE, _FILE_MODE))
+
+    def _give_pipe(self, descriptor: int) -> int:
+        """Do as `_give` with an inherited stream; a file or a terminal keeps its owner."""
+        is_pipe = self.owner and os.readlink(f"/proc/self/fd/{descriptor}").startswith("pipe:")
+        return self._give(descriptor) if is_pipe else descriptor
 
     def _give(self, descriptor: int) -> int:
         """Let the workers open a stream again that they have, as /dev/stdout; return it."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,3 +85,12 @@ async def test_a_probe_runs_as_its_worker() -> None:
     async with Agent(spec) as agent:
         await until(lambda: answer_of(agent))
         assert answer_of(agent) == "exit code 0"
+
+
+@pytest.mark.e2e
+def test_a_worker_opens_an_inherited_pipe_again() -> None:
+    """As that of a container's runtime."""
+    script = "import asyncio, elastic_aio as e; asyncio.run(e.launch(e.LaunchSpec("
+    script += "['sh', '-c', 'echo one >> /dev/stdout'], limits={'user': 'daemon'})))"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, b"one\n"), ended.stderr
