@@ -172,9 +172,12 @@ class WorkerExited(Event, frozen=True, kw_only=True):
     usage: ResourceUsage | None = None
     """None for a process that other code of the program reaped."""
     reason: str = ""
-    """Why it failed, as far as that is known when it exits: as `Failure.reason`."""
+    """Why it failed, as far as that is known when it exits: as `Failure.reason`.  Of a worker that
+    was stopped: the error with which its output ends, unless the stop has ended it."""
 
-    _level = Level.INFO
+    @property
+    def level(self) -> int:
+        return Level.WARNING if self.is_victim and self.reason else Level.INFO
 
     def _change(self, status: StatusTracker) -> None:
         worker = status.workers.get(self.rank)

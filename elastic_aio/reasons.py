@@ -4,6 +4,24 @@ Pure: texts in, texts out.  `exception_line` knows the layouts of Python (chaine
 exception groups, syntax errors), of rich, of aborts of the interpreter and of C++, of panics of
 Rust and Go, and of stacks of `at` lines (Java, JavaScript).  Lines may have prefixes, such as
 torch's `[rank0]: ` or a time, as long as the prefixes of one traceback differ in their digits only.
+
+The order of evidence for one worker (that for several is in `elastic_aio.agent.failures`)::
+
+    evidence                                             says why       names the cause
+    ---------------------------------------------------  -------------  ---------------
+    its status: the OOM killer's counter, a limit        always         always
+    what the worker has recorded, or a missed deadline   always         yes
+    an exception at the end of standard error            always         yes
+    the last line, of a code from 2 to 127               if it is text  yes
+    the last line, after an exception that was handled   if it is text  yes
+    the last line, which names itself an error           code 1, signal yes
+    an exception above other lines                       code 1, crash  yes
+    the last line                                        code 1         yes
+    lines of a log below the level of errors, warnings   never          never
+    any other line before the reason                     never          never
+
+An exception was handled if a log, a thread or a task has written it, or the log goes on after it.
+Its causes are the exceptions that the same traceback names before it.
 """
 
 from __future__ import annotations
@@ -20,6 +38,7 @@ _HEADER = "Traceback (most recent call last):"
 _HEADER_START = "Traceback (most recent"
 _RICH_HEADER = "Traceback (most recent call last) ─"
 _GROUP = "Exception Group "
+_CHAINED = "above exception"
 # Frames of a traceback that is cut by other output: so many lines of it are skipped.
 _FOREIGN_MAX = 20
 # Headers without an exception: each may lead through all lines.
@@ -60,28 +79,44 @@ KNOWN_TEXTS: Final = (
 )
 LOST_PEER: Final = "the connection to another worker was lost"
 """The known cause of a worker that failed because another one has ended."""
-# Said by gloo, by NCCL, by torch's store, and by the kernel (EPIPE, ECONNRESET).  Only the reason
-# counts: a worker may write it about a connection that matters no more.
+# Said by gloo, by NCCL and by torch's store: the connection of a program may lead anywhere.  Only
+# the reason counts: a worker may write it about a connection that matters no more.
 _LOST_PEER: Final = (
-    r"Connection (?:was likely )?closed(?: by peer)?\b|Connection reset by peer|Broken pipe"
-    r"|ncclRemoteError|remote process exited|DistNetworkError"
-    r"|\[Errno (?:32|104)\]|EPIPE|ECONNRESET|BrokenPipeError|ConnectionResetError"
+    r"\.cc:\d+\].*(?:Connection closed by peer|Connection reset by peer|Broken pipe)"
+    r"|Connection was likely closed|ncclRemoteError|remote process exited|DistNetworkError"
+    r"|(?:NCCL|SocketImpl|TCPStore).*(?:Connection (?:closed|reset)|Broken pipe)"
 )
 # Each such text has one of these, which are looked for first: that takes microseconds.
 _LOST_PEER_SIGNS: Final = (
     b"Connection closed",
     b"likely closed",
     b"Connection reset",
-    b"Broken",
-    b"ConnectionReset",
+    b"Broken pipe",
     b"ncclRemote",
     b"remote process",
     b"DistNetwork",
-    b"Errno 32]",
-    b"Errno 104]",
-    b"EPIPE",
-    b"ECONNRESET",
 )
+# Exceptions that the end of another process may cause, and their signs.
+_EFFECT: Final = (
+    r"(?:\w+\.)*(?:Connection\w*Error|BrokenPipeError|EOFError|IncompleteReadError|\w*Timeout\w*"
+    r"|OSError: \[Errno (?:32|104|110)\])(?::|$)"
+)
+_EFFECT_SIGNS: Final = (b"Connection", b"Pipe", b"EOFError", b"Incomplete", b"Timeout", b"OSError")
+# How a log begins a line, by the first letter of its level: in full, as glog and torch do, and in
+# logfmt or JSON.  Times, names and brackets stand before it.
+_LEVELS: Final = "TRACE|DEBUG|INFO|NOTICE|WARN|WARNING|ERROR|CRITICAL|FATAL|SEVERE|PANIC"
+_LEVEL: Final = (
+    r"(?:[\d\[<(](?:\S*\s+){0,5}?|(?:\S*[^\sA-Za-z]\S*\s+){0,4}?)(?:\S*?[|:\[(<])?"
+    rf"(?:({_LEVELS})(?=[\s\]):|>\"',/\[-]|$)|((?i:{_LEVELS}))(?=[:\]]))"
+    r"|(?:\[rank\d+\]:)?\s*\[?([TDIWEFC])\d{4} \d\d:|\[([TDIWEFC])[ \]]|[\d:. -]+: ([TDIWEFC]) "
+    rf"|.*\blevel(?:name)?\"?[=:]\s*\"?((?i:{_LEVELS}))\b"
+)
+_LEVEL_MAX: Final = 200  # characters of a line in which its level is looked for
+_BELOW_ERROR: Final = "TDINW"
+_WARNING: Final = r"\S+:\d+: \w*Warning: "  # of Python; a line of the source follows
+_WARNING_LINES: Final = 10
+# What stands before the traceback of an exception that has not ended the program.
+_HANDLED: Final = r"Exception in thread |Task exception was never retrieved|future: <"
 # Signs of an exception, see `_read_end`.  A text without them says why in its last line.
 _EXCEPTION_SIGNS: Final = tuple(
     b"Traceback|Fatal|what()|File| panicked at |goroutine |\tat |\t... |    at |--help".split(b"|")
@@ -92,7 +127,13 @@ _ERROR_LINE: Final = (
     r"|corrupt|invalid|fault|fail|alloc\(\):|free\(\):|exception|overflow|exceed|smash|cannot|can't"
     r"|denied|no such|not found|out of)"
 )
+# A line that names itself an error, and one that says only that another program has failed.
+_SAYS_ERROR: Final = r"(?i)(?:[\w./-]+: )*(?:error|fatal|panic)\b ?[:\[(!]"
+_OF_PROGRAM: Final = (
+    r"(?i).*\b(?:exit(?:ed)?|return(?:ed)?|status|code)\b[^:]*\d\W*$|.*\*\*\* \[.*\] Error \d"
+)
 _HINT: Final = r"(?i)(?:try|see) .*--help\b"  # by programs of getopt(3), after the error
+_CAUSE_LINES: Final = 10  # of a message in which a known cause is looked for
 # Lines in which the last one with a text is looked for: others have escape sequences only.
 _LAST_LINES: Final = 20
 KNOWN_CODES: Final = {
@@ -102,6 +143,7 @@ KNOWN_CODES: Final = {
 _SIGNALED: Final = 128  # from here on, an exit code is a shell's for a signal
 _SIGNALS: Final = 64  # numbers of signals
 _SIGABRT, _SIGBUS, _SIGKILL, _SIGXCPU, _SIGXFSZ = 6, 7, 9, 24, 25
+_CRASHES: Final = (4, 5, _SIGABRT, _SIGBUS, 8, 11, 31)  # signals by which a program ends itself
 
 
 def plain_lines(text: str) -> list[str]:
@@ -120,31 +162,93 @@ def reason_of(
 ) -> str:
     """Return in one line why a worker failed; empty if the texts do not say it.
 
-    A program that exits with a code of its own choice says why in its last line: an exception above
-    that was handled.  The last line of a program that a signal has ended counts only if it looks
-    like an error.  `message` is recorded by the worker, or known about it: the exception is in its
-    first line, unless it holds a traceback.  `stderr` has the last lines written there.
+    `message` is recorded by the worker, or known about it: the exception is in its first line,
+    unless it holds a traceback.  `stderr` has the last lines written there.
     """
+    return read_reason(message, stderr, code=code, signal=signal)[0]
+
+
+def read_reason(
+    message: str, stderr: Sequence[str] = (), *, code: int | None = None, signal: int | None = None
+) -> tuple[str, list[str]]:
+    """Return what `reason_of` does, and the other lines that may name the cause."""
     lines = plain_lines(message)
     if any(_HEADER in line for line in lines) and (found := exception_line(lines)):
-        return one_line(found, REASON_MAX)
+        return one_line(found, REASON_MAX), lines[:_CAUSE_LINES]
     if said := [*filter(_has_text, lines)]:
         is_name = said[0].rstrip().endswith(":")  # and the message begins with an empty line
-        return one_line(" ".join(said[: 1 + is_name]), REASON_MAX)
+        return one_line(" ".join(said[: 1 + is_name]), REASON_MAX), lines[:_CAUSE_LINES]
     lines = [_plain(line) for line in stderr]
-    found = last_words(lines, code=code) or exception_line(lines)
-    if not found:
-        last = _last_text(lines)
-        is_killed = 0 < (_signal_of(code, signal) or 0) <= _SIGNALS
-        found = last if not is_killed or re.match(_ERROR_LINE, last) else ""
-    return one_line(found, REASON_MAX)
+    found, index = _find_exception(lines)
+    if found and _is_last(lines, index, code, signal):
+        return one_line(found, REASON_MAX), [*_causes(lines, index), *_after(lines, index)]
+    last = _last_text(_without_logs(lines))
+    number = _signal_of(code, signal)
+    is_killed = number is not None and 0 < number <= _SIGNALS
+    return one_line("" if is_killed and not re.match(_ERROR_LINE, last) else last, REASON_MAX), []
 
 
 def last_words(lines: Sequence[str], *, code: int | None) -> str:
     """Return the exception at the end of stderr, or the line that explains `code`; else empty."""
-    if (found := exception_line(lines)) and _is_at_end(lines):
+    found, index = _find_exception(lines)
+    if found and not _has_more(lines, index):
         return found
-    return _last_text(lines) if code is not None and 1 < code < _SIGNALED else ""
+    return _last_text(_without_logs(lines)) if code is not None and 1 < code < _SIGNALED else ""
+
+
+def _is_last(lines: Sequence[str], index: int, code: int | None, signal: int | None) -> bool:
+    """Whether an exception says why its program ended, and not what follows: see the table."""
+    if not _has_more(lines, index):
+        return True
+    last = _last_text(_without_logs(lines[index + 1 :]))
+    number = _signal_of(code, signal)
+    if number is not None and 0 < number <= _SIGNALS:
+        return number in _CRASHES and not re.match(_ERROR_LINE, last)
+    is_chosen = code is not None and 1 < code < _SIGNALED
+    if is_chosen or _is_handled(lines, index):
+        return not last or bool(re.match(_OF_PROGRAM, last))
+    says_error = _level_of(last) in tuple("ECFSP") or re.match(_SAYS_ERROR, last)
+    return not says_error or bool(re.match(_OF_PROGRAM, last))
+
+
+def _is_handled(lines: Sequence[str], index: int) -> bool:
+    """Whether a program has gone on after an exception, as far as its output shows."""
+    if _HEADER_START not in lines[index]:
+        return False
+    before = lines[index - 1] if index else ""
+    levels = _level_of(before), _level_of(lines[index])
+    if any(level in tuple("WECFS") for level in levels) or re.match(_HANDLED, before):
+        return True
+    return any(_level_of(line) in tuple("DI") for line in lines[index + 1 :])
+
+
+def _level_of(line: str) -> str:
+    """Return the first letter of the level of a line of a log; empty for another line."""
+    match = re.match(_LEVEL, line[:_LEVEL_MAX])
+    return next(filter(None, match.groups()))[0].upper() if match else ""
+
+
+def _without_logs(lines: Sequence[str]) -> list[str]:
+    """Leave out what a log says below the level of errors, and warnings of Python."""
+    kept: list[str] = []
+    start = left = 0
+    prefix = ""
+    for line in lines:
+        if (match := re.search(_WARNING, line[:_LEVEL_MAX])) is not None:
+            start, left, prefix = len(kept), _WARNING_LINES, line[: match.start()]
+            continue
+        left = 0 if _HEADER_START in line else max(0, left - 1)
+        if left and line.removeprefix(prefix).startswith("  "):
+            del kept[start:]  # the line of the source: what is between belongs to the warning
+            left = 0
+        elif not (level := _level_of(line)) or level not in _BELOW_ERROR:
+            kept.append(line)
+    return kept
+
+
+def is_effect(reason: str) -> bool:
+    """Return whether the end of another process may have caused an exception."""
+    return re.match(_EFFECT, reason) is not None
 
 
 def known_cause(
@@ -158,9 +262,9 @@ def known_cause(
 ) -> tuple[str, bool]:
     """Return the name of a known cause and whether the status proves it; ("", False) for none.
 
-    `reason` is from `reason_of`; `output` has the lines after the exception, or the last lines;
-    `code` may be a shell's for a signal.  `oom_kills` is what the kernel says about processes that
-    it has killed in the time of the worker, `is_shm_full` whether /dev/shm has no space left.
+    `reason` and `output` are from `read_reason`; `code` may be a shell's for a signal.
+    `oom_kills` is what the kernel says about processes that it has killed in the time of the
+    worker, `is_shm_full` whether /dev/shm has no space left.
     """
     number = _signal_of(code, signal)
     if number == _SIGKILL and oom_kills:
@@ -182,7 +286,8 @@ def known_cause(
 
 def compile_patterns() -> None:
     """Compile the patterns that a usual failure needs, which takes milliseconds."""
-    known_cause(reason_of("", [_HEADER, '  File "train.py", line 1, in <module>', "ValueError"]))
+    lines = [_HEADER, '  File "train.py", line 1, in <module>', "ValueError", "text"]
+    known_cause(reason_of("", lines, code=1))
 
 
 def may_be_lost_peer(code: int | None, signal: int | None) -> bool:
@@ -196,6 +301,11 @@ def has_sign_of_lost_peer(written: bytes) -> bool:
     if written and not any(sign in written for sign in _EXCEPTION_SIGNS):
         written = written[_last_text_at(written) :]
     return bool(written) and any(sign in written for sign in _LOST_PEER_SIGNS)
+
+
+def has_sign_of_effect(written: bytes) -> bool:
+    """Return whether the reason that a text gives may be an effect (see `is_effect`)."""
+    return any(sign in written for sign in _EFFECT_SIGNS)
 
 
 def _last_text_at(written: bytes) -> int:
@@ -218,23 +328,56 @@ def _signal_of(code: int | None, signal: int | None) -> int | None:
 # ------------------------------------------------------------------ the exception
 
 
-def _is_at_end(lines: Sequence[str]) -> bool:
-    """Whether a text ends with a traceback: no line follows the line of the exception."""
-    headers = (index for index in range(len(lines) - 1, -1, -1) if _HEADER_START in lines[index])
-    if (start := next(headers, None)) is None:
+def _has_more(lines: Sequence[str], index: int) -> bool:
+    """Whether other lines follow an exception that was found at a line."""
+    if _HEADER_START not in lines[index]:
         has_frames = any(line.startswith(_AT) for line in lines)
-        return not has_frames or _last_text(lines).startswith(("\t", " "))
+        return has_frames and not _last_text(_without_logs(lines)).startswith(("\t", " "))
+    start = index
     head = lines[start].partition(_HEADER)[0] if _HEADER in lines[start] else ""
     group = _group_of(lines, start + 1) if head.endswith(("| ", _GROUP)) else None
     if group is not None:
         start, head = group, lines[group].partition(f"  + {_GROUP}")[0]
     prefix = re.compile(re.sub(r"\d+", r"\\d+", re.escape(head)))
     count = 0
-    for line in lines[start + 1 :]:
+    for line in _without_logs(lines[start + 1 :]):
         match = prefix.match(line)
         body = line[match.end() :] if match else line
         count += bool(one_line(body)) and body[0] not in " \t│╰"
-    return count <= (group is None)
+    return count > (group is None)
+
+
+def error_of(lines: Sequence[str]) -> str:
+    """Return the exception, or the line about an error, with which a text ends; empty for none."""
+    last = _last_text(_without_logs(lines))
+    found = last_words(lines, code=None) or (last if re.match(_ERROR_LINE, last) else "")
+    return one_line(found, REASON_MAX)
+
+
+def chained(lines: Sequence[str]) -> list[str]:
+    """Return the exceptions that the last traceback of a text names before its own."""
+    headers = (n for n in range(len(lines) - 1, -1, -1) if _HEADER in lines[n])
+    return _causes(lines, next(headers, 0)) if lines else []
+
+
+def _causes(lines: Sequence[str], index: int) -> list[str]:
+    """Return the exceptions that a traceback at a line names before its own."""
+    head = lines[index].partition(_HEADER)[0]
+    start = index
+    while any(_CHAINED in line for line in lines[max(0, start - 3) : start]):
+        above = (n for n in range(start - 3, -1, -1) if _HEADER in lines[n])
+        if (first := next(above, None)) is None:
+            break
+        start = first
+    prefix = re.compile(re.sub(r"\d+", r"\\d+", re.escape(head)))
+    bodies = (prefix.sub("", line, count=1) for line in lines[start:index])
+    return [body for body in bodies if body and body[0] not in " \t"]
+
+
+def _after(lines: Sequence[str], index: int) -> list[str]:
+    """Return the lines of an exception: its frames say nothing about its cause."""
+    below = [line for line in _without_logs(lines[index + 1 :]) if not line.startswith(" ")]
+    return below[:_CAUSE_LINES]
 
 
 def exception_line(lines: Sequence[str]) -> str:
@@ -243,14 +386,22 @@ def exception_line(lines: Sequence[str]) -> str:
     The last traceback counts.  The line of an exception group is followed by the line of its first
     exception.  `lines` have no escape sequences.
     """
+    return _find_exception(lines)[0]
+
+
+def _find_exception(lines: Sequence[str]) -> tuple[str, int]:
+    """Return what `exception_line` does, and the line at which it begins; ("", 0) for none."""
     tried = 0
     for index in range(len(lines) - 1, -1, -1):
         if found := _read_end(lines, index):
-            return found
+            above = index  # of a syntax error in a traceback, to the header
+            while above and '  File "' in lines[index] and _HEADER not in lines[above]:
+                above -= 1
+            return found, above if _HEADER in lines[above] else index
         tried += _HEADER_START in lines[index]
         if tried >= _TRIED_MAX:
             break
-    return ""
+    return "", 0
 
 
 def _read_end(lines: Sequence[str], index: int) -> str:

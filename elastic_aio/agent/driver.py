@@ -80,6 +80,10 @@ class Group(Protocol):
     def first_success(self) -> tuple[int, float] | None:
         """Rank of the first worker that exited with 0 by itself, and when."""
 
+    @property
+    def has_failed_to_stop(self) -> bool:
+        """Whether a worker has failed by itself while it was stopped, as by a save."""
+
     async def start(self) -> None:
         """Start all workers."""
 
@@ -420,6 +424,7 @@ class Driver(BaseDriver):
         self._runtime = runtime
         self._machine = decides
         self._attempts: deque[AttemptResult] = deque(maxlen=_ATTEMPTS_MAX)
+        self._sound: list[int] = []  # attempts without a failure
         self._began = runtime.clock.now()
         self._waiting: asyncio.Task[Any] | None = None
         self._stopping: asyncio.Task[Any] | None = None
@@ -717,6 +722,8 @@ class Driver(BaseDriver):
         survivors = await group.stop(effect.plan, leftovers_only=effect.leftovers_only)
         result = await group.result()
         self._attempts.append(result)
+        if not (result.failures or group.has_failed_to_stop):
+            self._sound.append(result.number)
         now = self._runtime.clock.now()
         return machine.GroupStopped(
             effect.attempt,
@@ -753,7 +760,7 @@ class Driver(BaseDriver):
         if self.group is not None:
             await self.group.close()
         if outcome.state is not JobState.FAILED:
-            await self.output.remove_captured()
+            await self.output.remove_captured(self._sound)
         has_logs = await self._runtime.close()
         duration = self._runtime.clock.now() - self._began
         goodput = self._event_log.tracker.goodput(time.time())

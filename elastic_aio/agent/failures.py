@@ -1,10 +1,28 @@
-"""Why workers failed: their error files, last lines of stderr, OOM kills, full disks."""
+"""Why workers failed, and which of them first: error files, stderr, OOM kills, full disks.
+
+The order of evidence among the workers of an attempt, the culprit first::
+
+    evidence                                                          the worker
+    ----------------------------------------------------------------  ------------------------
+    it exited, or hung, before the stop                               has failed
+    it had recorded an error before the stop                          has failed
+    its stderr ended with an exception before the stop, and the       has failed, if the first
+    first exit may be an effect of another's (see `reasons`)          exit was not earlier
+    torch says that it has lost a peer                                follows all these
+    the stop has ended it, whatever it did then                       is a victim
+
+Those that have failed are ordered by time: that of the exception in the file of stderr, compared
+with another such file only, and of the exit or the recorded error, by the clock of this host.
+Within `_SAME_S`, an exception that may be an effect follows one that is none.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 from msgspec import Struct
@@ -34,10 +52,10 @@ _LINES_MAX = 16 * 1024
 _TAILS_MAX = 16
 # Characters by which the exception of an error file is found in that of a stderr.
 _SAME = 200
-# Lines in which a known cause is looked for.
-_CAUSE_LINES = 10
-_MARGIN_S = 0.001
-_CLOCK_S = 2.0  # by which the time of a file may be behind that of this host
+# Seconds by which the times of two files may differ though the later one was written first: the
+# kernel counts in ticks of 1 to 10 ms.
+_SAME_S = 0.01
+_EARLIER_S = 1e-6
 _BUS, _KILLED = 128 + 7, 128 + 9
 _DUMPING = {3, 4, 5, 6, 7, 8, 11, 24, 25, 31}  # signals that may leave a core file (signal(7))
 # The exit of an interpreter with an exception; a `SystemExit` is recorded as no error.
@@ -66,6 +84,9 @@ class WorkerRecord(Struct):
     hang: str = ""  # which deadline it has missed, so that the attempt fails
     hung_at: float = 0.0
     is_lost_peer: bool = False  # as far as it is known at its exit
+    may_be_effect: bool = False  # likewise: another's end may have ended it
+    had_error: bool = False  # an error file, when the stop began
+    written: tuple[int, float] = (0, 0.0)  # bytes and time of the file of its stderr then
     notes: tuple[str, ...] = ()  # of its failure
 
     @property
@@ -124,43 +145,41 @@ async def collect_failures(
     store_refusals: Sequence[str] = (),
     cwd: str = "",
 ) -> tuple[Failure, ...]:
-    """Return the failures among workers that have exited, the root cause first.
+    """Return the failures among workers that have exited, the root cause first (see the table).
 
-    A worker that recorded an error before the stop began is a culprit even if the stop was faster
-    than its own exit.  It then has the status of its error: the signal of the stop says nothing
-    about why it failed.  A worker whose function's value did not arrive has failed, whatever its
-    exit code.  A file that cannot be read is left out; an error that is no reason for the end (see
-    `_is_reason`) is a note.
+    An error that a worker recorded before the stop is its own, and its status is that of the error:
+    the signal of the stop says nothing about why it failed.  A worker whose function's value did
+    not arrive has failed, whatever its exit code.  A file that cannot be read is left out; an error
+    that is no reason for the end (see `_is_reason`) is a note.
 
     `results` has, by local rank, how functions ended.  The stop of the group began at `stopped_at`,
     in Unix seconds; `oom_before` was read when the attempt began.  The workers ran in `cwd`.
     """
-    failures = []
-    culprits: dict[int, WorkerRecord] = {}  # by order
+    found: list[tuple[WorkerRecord, Failure]] = []
+    first = min(filter(has_failed, workers), key=lambda one: one.order, default=None)
     # The counters explain nothing else.
     may_be_oom = any(worker.status.shell_code == _KILLED for worker in workers)
     oom_kills = oom_before.kills_until(OomCounts.read(oom_before.cgroup)) if may_be_oom else ""
     notes = tuple(f"the store of the workers dropped a client: it {why}" for why in store_refusals)
     for worker in workers:
         of_call, problem = _end_of(results.get(worker.ranks.local_rank))
-        has_failed = worker.exit is not None and not worker.exit.status.is_success
-        if not (has_failed or worker.hang or (worker.exit is not None and problem)):
+        is_failure = worker.exit is not None and not worker.exit.status.is_success
+        if not (is_failure or worker.hang or (worker.exit is not None and problem)):
             continue
         error, noted = await _error_of(worker, of_call, stopped_at)
-        is_own = error is not None and error.timestamp <= stopped_at + _MARGIN_S
+        is_own = error is not None and _is_own(worker, error, stopped_at)
         if worker.hang and not is_own:
             error = None  # of its stop
-        is_victim = worker.is_victim and not is_own and not worker.hang
-        if not is_victim:
-            culprits[worker.order] = worker
+        is_first = error is None and first is not None and _has_failed_before(worker, first)
+        is_victim = worker.is_victim and not (is_own or worker.hang or is_first)
         lines = [] if is_victim else await _read_end(worker, cwd)
         failure = Failure(
             rank=worker.ranks.rank,
             local_rank=worker.ranks.local_rank,
             pid=worker.pid,
             host=host,
-            status=_status_of(worker, has_error=is_own or bool(worker.hang)),
-            time=error.timestamp if error else worker.hung_at or worker.exited_at,
+            status=_status_of(worker, has_error=is_own or is_first or bool(worker.hang)),
+            time=_time_of(worker, error, stopped_at),
             order=worker.order,
             is_victim=is_victim,
             error=error,
@@ -169,12 +188,100 @@ async def collect_failures(
             stderr_tail=_last_lines(lines),
             notes=noted if is_victim else (*noted, *_notes(worker, error, workers), *notes),
         )
-        failures.append(failure if is_victim else _with_reason(failure, lines, oom_kills))
-    ordered = root_cause_first(failures)
-    for failure in ordered[_TAILS_MAX:]:
-        if failure.order in culprits:
-            culprits[failure.order].stderr_tail = ""
+        found.append((worker, failure if is_victim else _with_reason(failure, lines, oom_kills)))
+    return _in_order(found)
+
+
+def _in_order(found: Sequence[tuple[WorkerRecord, Failure]]) -> tuple[Failure, ...]:
+    """Return failures, the root cause first; only the first ones keep the end of their stderr."""
+    own = [(worker, failure) for worker, failure in found if not failure.is_victim]
+    times = ((failure.order, _sign_time(worker, failure.error)) for worker, failure in own)
+    ordered = _first_sign_first(
+        root_cause_first(failure for _, failure in found), {order: at for order, at in times if at}
+    )
+    late = {failure.order for failure in ordered[_TAILS_MAX:]}
+    for worker, failure in own:
+        if failure.order in late:
+            worker.stderr_tail = ""
     return ordered
+
+
+def _is_own(worker: WorkerRecord, error: WorkerError, stopped_at: float) -> bool:
+    """Whether a worker has recorded an error by itself, and not because of the stop."""
+    is_before = _is_exact(error) and error.timestamp <= stopped_at
+    return not worker.is_victim or worker.had_error or is_before
+
+
+def _is_exact(error: WorkerError) -> bool:
+    """Whether the time of an error is exact: torch's has whole seconds."""
+    return error.pid is not None or not error.path
+
+
+def note_state(worker: WorkerRecord, *, is_brief: bool = False) -> None:
+    """Note whether a worker has recorded an error by now, and unless `is_brief`, what it has
+    written."""
+    worker.had_error = os.access(worker.logs.error_file, os.F_OK)
+    if is_brief or worker.logs.stderr.path is None:
+        return
+    with suppress(OSError):
+        status = os.stat(worker.logs.stderr.path)
+        worker.written = status.st_size, status.st_mtime
+
+
+def has_failed(worker: WorkerRecord) -> bool:
+    """Return whether a worker has failed by its exit, which no stop has caused."""
+    return worker.exit is not None and not (worker.is_victim or worker.status.is_success)
+
+
+def _has_failed_before(worker: WorkerRecord, first: WorkerRecord) -> bool:
+    """Whether a victim had failed before the first exit, but was slow to end.  Blocks."""
+    size, at = worker.written
+    if not (first.may_be_effect and worker.is_victim and size):
+        return False
+    found = reasons.last_words(_read_tail(worker.logs.stderr.path, b"", size)[1], code=None)
+    other = _explain_now(first)[0]
+    return bool(found) and _precedes(found, other, at - _sign_time(first, None))
+
+
+def _precedes(reason: str, other: str, since: float) -> bool:
+    """Whether a worker failed before another; `since` is the time of its file less the other's."""
+    rank = reasons.is_effect(reason) - reasons.is_effect(other)
+    return since < -_SAME_S or (abs(since) <= _SAME_S and (rank, since) < (0, 0.0))
+
+
+def _sign_time(worker: WorkerRecord, error: WorkerError | None) -> float:
+    """Return the time of the file that says why a worker has failed; 0 for none."""
+    if worker.written[0] and error is None:
+        return worker.written[1]
+    path = error.path if error is not None else worker.logs.stderr.path
+    try:
+        return os.stat(path).st_mtime if path else 0.0
+    except OSError:
+        return 0.0
+
+
+def _time_of(worker: WorkerRecord, error: WorkerError | None, stopped_at: float) -> float:
+    """Return when a worker failed, in Unix seconds of this host."""
+    if error is None:
+        return worker.hung_at or worker.exited_at
+    return error.timestamp if _is_exact(error) else worker.end_began(stopped_at)
+
+
+def _first_sign_first(
+    failures: tuple[Failure, ...], signs: Mapping[int, float]
+) -> tuple[Failure, ...]:
+    """Put the failure in front whose file was written first, or that is no effect of another."""
+    root = failures[0] if failures else None
+    for one in failures[1:]:
+        known = root is not None and one.order in signs and root.order in signs
+        if root is None or not known or one.distance != root.distance:
+            continue
+        if _precedes(one.reason, root.reason, signs[one.order] - signs[root.order]):
+            root = one
+    if root is None or root is failures[0]:
+        return failures
+    root = replace(root, time=min(one.time for one in failures) - _EARLIER_S)
+    return root, *(one for one in failures if one.order != root.order)
 
 
 def _end_of(call: CallResult | None) -> tuple[WorkerError | None, str]:
@@ -200,18 +307,24 @@ def _last_lines(lines: Sequence[str]) -> tuple[str, ...]:
 
 def _with_reason(failure: Failure, stderr: Sequence[str], oom_kills: str) -> Failure:
     message = failure.error.message if failure.error else failure.message
-    reason, cause = _explain(failure.status, message, reasons.before_dump(stderr), oom_kills)
+    stack = (failure.error.traceback or "").splitlines() if failure.error else []
+    reason, cause = _explain(failure.status, message, reasons.before_dump(stderr), oom_kills, stack)
     return replace(failure, reason=reason, cause=cause)
 
 
 def _explain(
-    status: ExitStatus, message: str, stderr: Sequence[str], oom_kills: str = ""
+    status: ExitStatus,
+    message: str,
+    stderr: Sequence[str],
+    oom_kills: str = "",
+    stack: Sequence[str] = (),
 ) -> tuple[str, str]:
     """Return why a worker failed in one line, and the name of a known cause."""
-    reason = reasons.reason_of(message, stderr, code=status.code, signal=status.signal)
+    code, signal = status.code, status.signal
+    reason, output = reasons.read_reason(message, stderr, code=code, signal=signal)
     cause, is_proven = reasons.known_cause(
         reason,
-        [*message.splitlines()[:_CAUSE_LINES], *stderr[-_CAUSE_LINES:]],
+        [*output, *reasons.chained(stack)],
         code=status.code,
         signal=status.signal,
         oom_kills=oom_kills,
@@ -222,40 +335,46 @@ def _explain(
 
 def reason_now(worker: WorkerRecord) -> str:
     """Return why a worker that has just exited has failed, as far as its files say so by now."""
-    if worker.exit is None or worker.exit.status.is_success or worker.is_victim:
+    if worker.exit is None or worker.exit.status.is_success:
         return ""
-    return _explain_now(worker)[0]
+    if not worker.is_victim:
+        return _explain_now(worker)[0]
+    # What it wrote before the stop says nothing about the stop.
+    if worker.was_ended_by_stop:
+        return ""
+    content = _end_of_file(worker.logs.stderr.path, _TAIL_BYTES, start=worker.written[0])
+    return reasons.error_of(reasons.plain_lines(_end_of_text(content, worker.unkept)))
 
 
-def is_lost_peer_now(worker: WorkerRecord) -> bool:
-    """Return whether a worker that has just exited is known to have failed by a lost peer."""
+def note_effect(worker: WorkerRecord) -> None:
+    """Note of a worker that has just exited whether it may have failed by the end of another."""
     # Its siblings wait for the answer: little is read unless the end of its output has a sign.
     status = worker.status
     if status.is_success or worker.is_victim:
-        return False
+        return
     if not reasons.may_be_lost_peer(status.code, status.signal):
-        return False
+        return
     ends = _end_of_file(worker.logs.stderr.path, _TAIL_BYTES) + worker.unkept
     error = _end_of_file(worker.logs.error_file, ERROR_FILE_MAX)
-    if not (reasons.has_sign_of_lost_peer(ends) or reasons.has_sign_of_lost_peer(error)):
-        return False
-    return _explain_now(worker)[1] == reasons.LOST_PEER
+    worker.may_be_effect = reasons.has_sign_of_effect(ends + error)
+    if reasons.has_sign_of_lost_peer(ends) or reasons.has_sign_of_lost_peer(error):
+        worker.is_lost_peer = _explain_now(worker)[1] == reasons.LOST_PEER
 
 
 def _explain_now(worker: WorkerRecord) -> tuple[str, str]:
-    error, written_at = _read_error(worker.logs.error_file)
+    error = _read_error(worker.logs.error_file)
     _, lines = _read_tail(worker.logs.stderr.path, worker.unkept)
-    is_reason = error is not None and _is_reason(worker, error, worker.exited_at - written_at)
+    is_reason = error is not None and _is_reason(worker, error, worker.exited_at)
     message = error.message if error and is_reason else worker.expired_timer
     return _explain(worker.status, message, reasons.before_dump(_own_lines(worker, lines)))
 
 
-def _end_of_file(path: str | None, size: int) -> bytes:
+def _end_of_file(path: str | None, size: int, *, start: int = 0, end: int | None = None) -> bytes:
     """Return the last bytes of a file; b"" without a file, or if it cannot be read."""
     if path is None:
         return b""
     try:
-        return read_end(path, size)
+        return read_end(path, size, start=start, end=end)
     except OSError:
         return b""
 
@@ -272,16 +391,16 @@ def _size_of(path: str | None) -> int:
         return 0
 
 
-def _read_tail(path: str | None, unkept: bytes) -> tuple[str, list[str]]:
+def _read_tail(path: str | None, unkept: bytes, end: int | None = None) -> tuple[str, list[str]]:
     """Return the end of a stream, and its lines, progress bars reduced to their last state.
 
     Of a long line, the beginning is returned, which has the name of an exception.  `unkept` is the
-    end of what the file has not taken.  Blocks.
+    end of what the file has not taken.  What follows the byte `end` is left out.  Blocks.
     """
-    text = _end_of_text(_end_of_file(path, _TAIL_BYTES), unkept)
+    text = _end_of_text(_end_of_file(path, _TAIL_BYTES, end=end), unkept)
     if text.count("\n") > _TAIL_LINES:
         return text, reasons.plain_lines(text)
-    longer = map(_shorten, _end_of_file(path, _LONG_BYTES).split(b"\n"))
+    longer = map(_shorten, _end_of_file(path, _LONG_BYTES, end=end).split(b"\n"))
     return text, reasons.plain_lines(_end_of_text(b"\n".join(longer), unkept))
 
 
@@ -291,21 +410,22 @@ async def _read_end(worker: WorkerRecord, cwd: str) -> list[str]:
     if worker.status.signal in _DUMPING:
         from elastic_aio.agent.core_file import core_note  # few workers crash
 
-        since = worker.exited_at - worker.duration - _CLOCK_S
-        if note := await run_in_thread(core_note, worker.pid, cwd, since, daemon=True):
+        if note := await run_in_thread(core_note, worker.pid, cwd, daemon=True):
             worker.notes += (note,)
     return lines
 
 
 def _read_own_tail(worker: WorkerRecord) -> tuple[str, list[str]]:
-    text, lines = _read_tail(worker.logs.stderr.path, worker.unkept)
+    # What a worker has written after the stop began is of the stop.
+    end = worker.written[0] if worker.is_victim and not worker.hang else 0
+    text, lines = _read_tail(worker.logs.stderr.path, b"" if end else worker.unkept, end or None)
     return text, _own_lines(worker, lines)
 
 
 def _own_lines(worker: WorkerRecord, lines: list[str]) -> list[str]:
     """Return what a worker has written after an error that says nothing of its signal.  Blocks."""
     # Another process with the same stderr has recorded that error in the error file.
-    error, _ = _read_error(worker.logs.error_file)
+    error = _read_error(worker.logs.error_file)
     if worker.status.signal is None or error is None or error.pid in (None, worker.pid):
         return lines
     said = error.message.rstrip().rpartition("\n")[2]
@@ -327,11 +447,12 @@ async def _error_of(
     if not os.access(path, os.F_OK):
         return of_call, ()
     # The file has precedence: the worker's own code may say more in it.
-    error, written_at = await _run(worker, _read_error, path)
-    age = worker.end_began(stopped_at) - written_at
+    error = await _run(worker, _read_error, path)
+    ended_at = worker.end_began(stopped_at)
     own = of_call.message if of_call else ""
-    if error is None or await _run(worker, _is_reason, worker, error, age, own):
+    if error is None or await _run(worker, _is_reason, worker, error, ended_at, own):
         return error or of_call, ()
+    age = ended_at - error.timestamp
     when = f"{abs(age):.3g} s {'before' if age > 0 else 'after'} the end"
     who = "" if error.pid is None else f", by process {error.pid}"
     return of_call, (f"an error was recorded {when}{who}: {reasons.reason_of(error.message)}",)
@@ -346,7 +467,7 @@ async def _run(worker: WorkerRecord, function: Callable[[*Ts], T], *args: *Ts) -
     return function(*args)
 
 
-def _is_reason(worker: WorkerRecord, error: WorkerError, age: float, own: str = "") -> bool:
+def _is_reason(worker: WorkerRecord, error: WorkerError, ended_at: float, own: str = "") -> bool:
     """Return whether an error in the file of a worker says why the worker ended.
 
     Each process below the worker inherits the name of the file, and may fail although the worker
@@ -354,37 +475,41 @@ def _is_reason(worker: WorkerRecord, error: WorkerError, age: float, own: str = 
 
     * The worker itself: the error counts.
     * An unknown process (torch's): the error counts if the worker ended, exited or by a signal, at
-      that time.
+      that time, or if its stderr ends with that exception.
     * Another process, such as the program of a wrapper: the error counts if the worker exited at
       that time and its stderr says nothing else.  A process in another pid namespace, which does
       not know its number here, is another one too.
 
-    `age` is in seconds, from the writing of the file to the end.  `own` is what the function of the
+    `ended_at` is when the worker began to end, in Unix seconds.  `own` is what the function of the
     worker raised; else its stderr is read, which blocks.
     """
     if error.pid == worker.pid:
         return True
-    if not -_MARGIN_S <= age <= NEAR_S:
-        return False
-    if error.pid is None:
+    late = 0 if error.timestamp else math.inf  # the file does not say when it was written
+    is_near = -late <= ended_at - error.timestamp <= NEAR_S + late
+    if error.pid is None and is_near:
         return True
-    if worker.is_victim or worker.status.signal is not None:
-        return False
-    _, lines = _read_tail(worker.logs.stderr.path, worker.unkept)
+    _, lines = _read_tail(worker.logs.stderr.path, worker.unkept, worker.written[0] or None)
     said = one_line(own or reasons.last_words(lines, code=worker.status.code))
-    return not said or is_of_program(said) or reasons.reason_of(error.message)[:_SAME] in said
+    is_said = bool(said) and reasons.reason_of(error.message)[:_SAME] in said
+    if error.pid is None:
+        return is_said
+    if not is_near or worker.is_victim or worker.status.signal is not None:
+        return False
+    return not said or is_of_program(said) or is_said
 
 
-def _read_error(path: str) -> tuple[WorkerError | None, float]:
+def _read_error(path: str) -> WorkerError | None:
     try:
-        status = os.stat(path)
-        if status.st_size > ERROR_FILE_MAX:
-            message = f"its error file is too large ({status.st_size} bytes): {path}"
-            return WorkerError(message, None, status.st_mtime, path), status.st_mtime
+        size = os.stat(path).st_size
+        if size > ERROR_FILE_MAX:
+            return WorkerError(
+                f"its error file is too large ({size} bytes): {path}", None, 0.0, path
+            )
         content = read_end(path, ERROR_FILE_MAX)
     except OSError:
-        return None, 0.0
-    return parse_error_file(content, path, status.st_mtime), status.st_mtime
+        return None
+    return parse_error_file(content, path)
 
 
 def _end_of_text(content: bytes, unkept: bytes) -> str:

@@ -116,7 +116,6 @@ class JobOutput:
         self._tee: Tee | None = None
         self._streams: StandardStreams | None = None
         self._attempt = 0
-        self._first_attempt: int | None = None
         self._plans: dict[tuple[int, int], paths.WorkerLogs] = {}  # by attempt and local rank
         self._tokens: defaultdict[int, list[int]] = defaultdict(list)  # by attempt
         self._directories: defaultdict[int, set[str]] = defaultdict(set)  # by attempt
@@ -160,13 +159,11 @@ class JobOutput:
         if self._console is not None:
             self._console.close()
 
-    async def remove_captured(self) -> None:
-        """Remove captured files."""
+    async def remove_captured(self, attempts: Collection[int]) -> None:
+        """Remove captured files of some attempts."""
         if self.directory.has_captured:
             # In a thread: a job may have had thousands of attempts.
-            # A leaf in a tree may run anew, or beside the leaf that takes its place.
-            own = range(self._first_attempt or 0, self._attempt + 1)
-            await run_in_thread(self.directory.remove_files, self._captured_paths, own)
+            await run_in_thread(self.directory.remove_files, self._captured_paths, attempts)
 
     async def drop_missing(
         self, attempts: tuple[AttemptResult, ...], *, has_logs: bool
@@ -246,8 +243,6 @@ class JobOutput:
     def begin_attempt(self, attempt: int, group_rank: int) -> None:
         """Make the directory of an attempt, or raise SpawnError; `group_rank` is this node's."""
         self._attempt = attempt
-        if self._first_attempt is None:
-            self._first_attempt = attempt
         may_be_full = self._spec.logs.on_full == "console"
         if self._place is None:
             self.directory.note_node(replace(self._node, group_rank=group_rank))

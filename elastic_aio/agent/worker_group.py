@@ -15,7 +15,9 @@ from elastic_aio.agent.failures import (
     OomCounts,
     WorkerRecord,
     collect_failures,
-    is_lost_peer_now,
+    has_failed,
+    note_effect,
+    note_state,
     reason_now,
 )
 from elastic_aio.agent.machine import StopReceived
@@ -217,7 +219,7 @@ class WorkerGroup:
         record.order = next(self._runtime.exit_numbers)
         record.stop_signals = self._tree.stop_signals(record.pid)
         record.unkept = self._runtime.output.capture.read_now(record.logs.stderr.path)
-        record.is_lost_peer = is_lost_peer_now(record)
+        note_effect(record)
         if not ended.status.is_success:
             self._note_end()
         self._runtime.publish_later(partial(self._explain, record))
@@ -270,6 +272,11 @@ class WorkerGroup:
     def begin_stop(self, plan: StopPlan) -> None:
         """Send the first signal of a plan to the workers now; `announce_stop` and `stop` follow."""
         self._begin_stop()
+        failed = [*filter(has_failed, self.records.values())]
+        for record in self.records.values():
+            if record.is_running:
+                # After a plain failure, the others wait for the signal.
+                note_state(record, is_brief=bool(failed) and not failed[0].may_be_effect)
         self._tree.begin_stop(plan)
 
     def announce_stop(
@@ -393,6 +400,11 @@ class WorkerGroup:
             if record.status.is_success and not record.is_victim
         ]
         return min(ends, key=lambda end: end[1], default=None)
+
+    @property
+    def has_failed_to_stop(self) -> bool:
+        """Whether a worker has failed by itself while it was stopped, as by a save."""
+        return any(reason_now(one) for one in self.records.values() if one.is_victim)
 
     async def result(self) -> AttemptResult:
         """Return the result of a stopped group; victims alone are no failures of it."""

@@ -147,15 +147,16 @@ def open_log(path: str) -> int:
     return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
-def read_end(path: str, size: int) -> bytes:
+def read_end(path: str, size: int, *, start: int = 0, end: int | None = None) -> bytes:
     """Return at most the last `size` bytes of a file, from the beginning of a line.  Blocks.
 
-    If the last line is longer, they begin within it.
+    If the last line is longer, they begin within it.  What is before `start` and after `end`, by
+    default the end of the file, is left out.
 
     Raises:
         OSError: it cannot be read.
     """
-    return _read_tail(path, size)[1]
+    return _read_tail(path, size, start, end)[1]
 
 
 def last_lines(path: str, count: int) -> int:
@@ -173,14 +174,15 @@ def last_lines(path: str, count: int) -> int:
     return start + (position + 1 if count else len(tail))
 
 
-def _read_tail(path: str, size: int) -> tuple[int, bytes]:
+def _read_tail(path: str, size: int, start: int = 0, last: int | None = None) -> tuple[int, bytes]:
     """Return the position and the content of the end of a file that `read_end` returns."""
     with open(path, "rb", buffering=0, opener=lambda name, _: open_log(name)) as file:
         descriptor = file.fileno()
         status = os.fstat(descriptor)
-        if not (end := status.st_size) and stat.S_ISREG(status.st_mode):
-            return 0, b""
-        start = max(0, end - size)
+        end = status.st_size if last is None else min(last, status.st_size)
+        if end <= start and stat.S_ISREG(status.st_mode):
+            return end, b""
+        start = max(start, end - size)
         begin = _first_line(descriptor, start, end)
         tail = os.pread(descriptor, end - begin, begin)
     cut = tail.find(b"\n") + 1 if begin == start > 0 else 0

@@ -195,6 +195,7 @@ class SimGroup:
         self.records: dict[int, WorkerRecord] = {}
         self.first_success: tuple[int, float] | None = None
         self.ran_until: float | None = None
+        self.has_failed_to_stop = False
         self.ready_at: float | None = None
         self._driver = driver
         self._node = driver.node

@@ -7,7 +7,8 @@ One line of JSON at the path in `TORCHELASTIC_ERROR_FILE`::
 
 `message` may also be a plain string, with `timestamp` beside it.  torch reads these files, and its
 files are read here.  Beside `message`, where torch does not look, `writer_pid` has the process that
-wrote the file: processes that a worker starts inherit the variable.
+wrote the file, since processes that a worker starts inherit the variable, and `writer_time` when:
+torch's timestamp has whole seconds, and the clock of a network file system is another one.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ ERROR_FILE_MAX = 1024 * 1024
 """Bytes; a larger one would block the loop, and ours have a tenth of that."""
 WRITER = "writer_pid"
 """The key of the process that wrote a file."""
+_TIME = "writer_time"
 
 NEAR_S = 5.0
 """Seconds before its end in which an error may be the reason, whichever process has recorded it.
@@ -78,49 +80,42 @@ def replace_file(path: str, content: bytes, *, suffix: str = ".new") -> None:
         raise
 
 
-def parse_error_file(content: bytes, path: str, written_at: float) -> WorkerError | None:
+def parse_error_file(content: bytes, path: str) -> WorkerError | None:
     """Read an error file, with long texts abridged; None if it has no error or another format.
 
     No content is an error here: a worker may be killed while it writes, and any process may write
-    there.  `written_at` is its modification time in Unix seconds.  torch's timestamp has whole
-    seconds, so the modification time is used if the two agree: it orders failures within a second.
+    there.  The timestamp is 0 if the file does not say when it was written.
     """
     try:
         document = json.loads(content)
     except (ValueError, RecursionError):
         return None
     value = document.get("message") if isinstance(document, dict) else None
-    pid = document.get(WRITER) if value else None
-    pid = pid if type(pid) is int else None
-    if isinstance(value, str) and value:
-        value = abridge(value, MESSAGE_MAX)
-        return WorkerError(value, None, _time(document.get("timestamp"), written_at), path, pid)
-    if not isinstance(value, dict):
+    if not value:
         return None
-    extra = value.get("extraInfo")
-    extra = extra if isinstance(extra, dict) else {}
-    stack = extra.get("py_callstack")
-    message = value.get("message")
-    if not isinstance(message, str) or not (message or stack):
+    pid, extra, stack = document.get(WRITER), document, None
+    if isinstance(value, dict):
+        extra = value.get("extraInfo")
+        extra = extra if isinstance(extra, dict) else {}
+        stack, value = extra.get("py_callstack"), value.get("message")
+    if not isinstance(value, str) or not (value or stack):
         return None
     return WorkerError(
-        abridge(message, MESSAGE_MAX),
+        abridge(value, MESSAGE_MAX),
         abridge(stack, TRACEBACK_MAX) if isinstance(stack, str) and stack else None,
-        _time(extra.get("timestamp"), written_at),
+        _time(document.get(_TIME)) or _time(extra.get("timestamp")),
         path,
-        pid,
+        pid if type(pid) is int else None,
     )
 
 
-def _time(value: object, written_at: float) -> float:
+def _time(value: object) -> float:
     try:
         stamp = float(value)  # type: ignore[arg-type]  # anything may stand there
     except (TypeError, ValueError, OverflowError):
-        return written_at
+        return 0.0
     # Infinite, NaN or in no century: not a time.
-    if not 0 <= stamp < 1e11:
-        return written_at
-    return stamp if abs(stamp - written_at) > 2 else written_at
+    return stamp if 0 <= stamp < 1e11 else 0.0
 
 
 def is_of_program(message: str) -> bool:
@@ -130,20 +125,21 @@ def is_of_program(message: str) -> bool:
 
 def _has_reason(new: WorkerError) -> bool:
     try:
-        written_at = os.stat(new.path).st_mtime
-        error = parse_error_file(_read_start(new.path, ERROR_FILE_MAX), new.path, written_at)
+        error = parse_error_file(_read_start(new.path, ERROR_FILE_MAX), new.path)
     except OSError:
         return False
-    pid = None if error is None else error.pid
-    is_near = time.time() - written_at <= NEAR_S
-    return pid == os.getpid() or (is_near and (pid is None or is_of_program(new.message)))
+    if error is None:
+        return True  # its format is another one
+    is_near = not error.timestamp or time.time() - error.timestamp <= NEAR_S
+    is_own = error.pid == os.getpid()
+    return is_own or (is_near and (error.pid is None or is_of_program(new.message)))
 
 
 def render_error_file(error: WorkerError) -> bytes:
     """Return an error file's content for `error`, whose own file may be on another host."""
     extra = {"py_callstack": error.traceback or "", "timestamp": str(int(error.timestamp))}
     message = {"message": error.message, "extraInfo": extra}
-    return json.dumps({"message": message}).encode("ascii")
+    return json.dumps({"message": message, _TIME: error.timestamp}).encode("ascii")
 
 
 def with_exit_code(content: bytes, exit_code: int) -> bytes:
@@ -168,7 +164,7 @@ def pass_on_error_file(root: Failure, path: str) -> str | None:
     content = render_error_file(root.error)
     try:
         own = _read_start(root.error.path, ERROR_FILE_MAX)
-        read = parse_error_file(own, root.error.path, root.error.timestamp)
+        read = parse_error_file(own, root.error.path)
         # On another host, this path may be another file.
         if read is not None and read.message == root.error.message:
             content = own

@@ -111,10 +111,13 @@ async def test_the_reason_is_everywhere(temporary: Path, stderr: Stderr) -> None
     assert (exited.reason, failed.root.reason) == (REASON, REASON)
 
 
-async def test_a_success_leaves_nothing(temporary: Path, stderr: Stderr) -> None:
-    """The files are there while the job runs, and are removed also of earlier attempts."""
+@pytest.mark.parametrize("failures", [0, 1])
+async def test_a_success_leaves_what_failed_attempts_have_written(
+    temporary: Path, stderr: Stderr, failures: int
+) -> None:
+    """The files of all attempts are there while the job runs."""
     stderr.take()
-    paths = []
+    paths: list[str | None] = []
 
     def on_event(event: Event) -> None:
         if isinstance(event, WorkerStarted):
@@ -122,16 +125,16 @@ async def test_a_success_leaves_nothing(temporary: Path, stderr: Stderr) -> None
         elif isinstance(event, WorkerExited):
             assert all(path is not None and os.path.exists(path) for path in paths)
 
-    script = 'echo "$TORCHELASTIC_RESTART_COUNT" >&2; exit $((1 - TORCHELASTIC_RESTART_COUNT))'
+    script = (
+        f'echo "$TORCHELASTIC_RESTART_COUNT" >&2; exit $(({failures} - TORCHELASTIC_RESTART_COUNT))'
+    )
     result = await launch(LaunchSpec(shell(script), max_restarts=1), listeners=[on_event])
-    assert stderr.content == b"0\n1\n"
-    assert list(temporary.iterdir()) == []
-    assert result.log_dir is None
-    assert [worker.stderr_path for attempt in result.attempts for worker in attempt.workers] == [
-        None,
-        None,
-    ]
-    assert len(paths) == 2
+    assert stderr.content == b"0\n1\n"[: 2 * failures + 2]
+    kept = [worker.stderr_path for attempt in result.attempts for worker in attempt.workers]
+    assert kept == [*paths[:failures], None]
+    assert [Path(path or "").read_bytes() for path in kept[:-1]] == [b"0\n"] * failures
+    assert len([*temporary.rglob("*.log")]) == failures
+    assert (result.log_dir is not None) is bool(failures)
 
 
 @pytest.mark.parametrize("logs", [{}, {"redirects": 3}, {"redirects": 3, "keep_attempts": 1}])

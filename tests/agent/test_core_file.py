@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import struct
 from pathlib import Path
 
 import pytest
@@ -42,20 +43,34 @@ def pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_only_a_file_that_exists_is_named(tmp_path: Path, pattern: Path) -> None:
-    """The latest of this user, and none that is older than the process."""
+def core_of(pid: int) -> bytes:
+    """Return a core file as the kernel begins it: one segment of notes, of which the second one is
+    NT_PRPSINFO."""
+    status = struct.pack("<3I8s", 5, 4, 1, b"CORE") + b"\0" * 4
+    about = struct.pack("<3I8s", 5, 32, 3, b"CORE") + b"\0" * 24 + struct.pack("<2I", pid, 0)
+    notes = status + about
+    segment = struct.pack("<2I6Q", 4, 0, 120, 0, 0, len(notes), 0, 0)
+    return (
+        b"\x7fELF\2\1".ljust(32, b"\0") + struct.pack("<Q", 64).ljust(32, b"\0") + segment + notes
+    )
+
+
+def test_only_a_file_of_this_process_is_named(tmp_path: Path, pattern: Path) -> None:
+    """The latest of this user; a name without the pid may be an earlier process's."""
     directory = tmp_path / "[50%p]"
     directory.mkdir()
-    assert core_note(42, str(directory), 0.0) == ""
-    pattern.write_text("core-%e.%p\n")
-    assert core_note(42, str(directory), 0.0) == ""
-    for number, name in enumerate(("core-old.42", "core-new.42", "core-other.43")):
-        (directory / name).write_text("x")
-        os.utime(directory / name, (number, number))
-    (directory / "core-link.42").symlink_to(pattern)
-    (directory / "core-directory.42").mkdir()
-    assert core_note(42, str(directory), 0.0) == f"core file: {directory}/core-new.42"
-    assert core_note(42, str(directory), 1.5) == ""
+    assert core_note(42, str(directory)) == ""
+    pattern.write_text("core-%e\n")
+    assert core_note(42, str(directory)) == ""
+    for number, (name, pid) in enumerate((("old", 42), ("new", 42), ("other", 43))):
+        (directory / f"core-{name}").write_bytes(core_of(pid))
+        os.utime(directory / f"core-{name}", (number, number))
+    (directory / "core-link").symlink_to(pattern)
+    (directory / "core-directory").mkdir()
+    (directory / "core-text").write_text("x" * 99)
+    (directory / "core-cut").write_bytes(core_of(42)[:150])
+    assert core_note(42, str(directory)) == f"core file: {directory}/core-new"
+    assert core_note(44, str(directory)) == ""
 
 
 @pytest.mark.parametrize(
@@ -68,7 +83,7 @@ def test_only_a_file_that_exists_is_named(tmp_path: Path, pattern: Path) -> None
 )
 def test_a_program_takes_the_core(tmp_path: Path, pattern: Path, content: str, note: str) -> None:
     pattern.write_text(f"{content}\n")
-    assert core_note(42, str(tmp_path), 0.0) == note
+    assert core_note(42, str(tmp_path)) == note
 
 
 @pytest.mark.skipif(PATTERN.read_text().startswith(("|", "/")), reason="cores go elsewhere")

@@ -15,8 +15,9 @@ from elastic_aio.agent.failures import (
     OomCounts,
     WorkerRecord,
     collect_failures,
-    is_lost_peer_now,
     mount_point,
+    note_effect,
+    note_state,
     reason_now,
 )
 from elastic_aio.logs.paths import StreamPlan, StreamTarget, WorkerLogs
@@ -54,7 +55,7 @@ class Case:
         directory.mkdir()
         error_file = directory / "error.json"
         if error is not None:
-            error_file.write_bytes(error)
+            error_file.write_bytes(error.replace(b"TIME", b"%f" % error_time))
             os.utime(error_file, (error_time, error_time))
         plan = CONSOLE
         if stderr is not None:
@@ -69,6 +70,7 @@ class Case:
                 exited_at=ended_at,
                 order=rank,
                 stop_signals=frozenset({15, 9} if is_victim else ()),
+                had_error=error is not None and error_time <= STOPPED_AT,
             )
         )
 
@@ -95,6 +97,8 @@ def case(tmp_path: Path) -> Case:
 
 
 def said(message: str = "ValueError: x", *, writer: int | None = None, **extra: object) -> bytes:
+    """The file has the time `error_time`."""
+    extra = {"timestamp": "TIME", **extra}
     document: dict[str, object] = {"message": {"message": message, "extraInfo": extra}}
     if writer is not None:
         document[WRITER] = writer
@@ -114,8 +118,8 @@ async def test_a_worker_without_error_file_or_output(case: Case) -> None:
 
 
 async def test_an_error_file_gives_message_and_time(case: Case) -> None:
-    """The time at which the error was recorded comes before that of the exit."""
-    case.worker(BAD, error=said(py_callstack="T"))
+    """The time at which the worker recorded it comes before that of the exit."""
+    case.worker(BAD, error=said(py_callstack="T", writer=100))
     one = await case.failure()
     assert one.error is not None
     assert (one.error.message, one.error.traceback) == ("ValueError: x", "T")
@@ -142,7 +146,7 @@ async def test_a_huge_error_file_is_not_read(case: Case) -> None:
     (failure,) = await case.failures()
     assert failure.error is not None
     assert failure.error.message.startswith("its error file is too large (2000")
-    assert failure.error.timestamp == STOPPED_AT - 2
+    assert failure.time == STOPPED_AT - 1
 
 
 async def test_an_error_file_that_is_no_file_is_none(case: Case) -> None:
@@ -156,8 +160,8 @@ async def test_an_error_file_that_is_no_file_is_none(case: Case) -> None:
 
 async def test_the_earliest_recorded_error_is_the_root(case: Case) -> None:
     """Not who exited first, but who failed first."""
-    case.worker(BAD, error=said("second"), error_time=STOPPED_AT - 3)
-    case.worker(BAD, error=said("first"), error_time=STOPPED_AT - 5)
+    case.worker(BAD, error=said("second", writer=100), error_time=STOPPED_AT - 3)
+    case.worker(BAD, error=said("first", writer=101), error_time=STOPPED_AT - 5)
     case.worker(BAD, ended_at=STOPPED_AT - 4)
     assert [one.rank for one in await case.failures()] == [1, 2, 0]
 
@@ -235,7 +239,7 @@ async def test_whose_error_counts(
     if counts:
         assert (one.notes, one.reason) == ((), "ValueError: no cache")
         assert one.status == (BAD if is_victim else ended)
-        assert one.time == STOPPED_AT - age
+        assert one.time == STOPPED_AT - (0 if writer is None else age)  # torch's are cut
     else:
         when = "1 s after" if age < 0 else f"{age:.0f} s before"
         who = "" if writer is None else ", by process 999"
@@ -290,8 +294,8 @@ async def test_the_error_of_a_helper_hides_no_error_of_a_function(case: Case) ->
     (one,) = await case.failures(call=CallResult(2, error=own))
     assert (one.error, one.reason) == (own, "ValueError: own")
     assert one.notes == ("an error was recorded 59 s before the end, by process 999: of a helper",)
-    path = case.workers[0].logs.error_file
-    os.utime(path, (STOPPED_AT - 2, STOPPED_AT - 2))
+    recent = said("of a helper", writer=OTHER, timestamp=STOPPED_AT - 2)
+    Path(case.workers[0].logs.error_file).write_bytes(recent)
     (one,) = await case.failures(call=CallResult(2, error=own))
     assert (one.error, one.notes) == (
         own,
@@ -454,14 +458,19 @@ async def test_a_failure_notes_who_had_succeeded_before(
     assert (await case.failures())[-1].notes == note
 
 
+LOST = b"RuntimeError: [/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:4\n"
+
+
+def is_lost_peer(worker: WorkerRecord) -> bool:
+    note_effect(worker)
+    return worker.is_lost_peer
+
+
 async def test_a_lost_peer_is_known_at_its_exit(case: Case) -> None:
-    case.worker(BAD, stderr=b"ConnectionResetError: [Errno 104] Connection reset by peer\n")
+    case.worker(BAD, stderr=LOST)
     case.worker(BAD, stderr=b"ValueError: x\n", ended_at=STOPPED_AT - 0.5)
-    assert [*map(is_lost_peer_now, case.workers)] == [True, False]
+    assert [*map(is_lost_peer, case.workers)] == [True, False]
     assert [one.rank for one in await case.failures()] == [1, 0]
-
-
-LOST = b"ConnectionResetError: [Errno 104] Connection reset by peer\n"
 
 
 @pytest.mark.parametrize(
@@ -482,7 +491,7 @@ def test_without_a_sign_of_a_lost_peer_nothing_is_explained(
     """The siblings of a worker wait for the answer."""
     monkeypatch.setattr(failures, "_explain_now", None)
     case.worker(**end)
-    assert not is_lost_peer_now(case.workers[0])
+    assert not is_lost_peer(case.workers[0])
 
 
 @pytest.mark.parametrize(
@@ -497,7 +506,79 @@ def test_without_a_sign_of_a_lost_peer_nothing_is_explained(
 def test_a_lost_peer_is_known_wherever_it_is_said(case: Case, end: Any, unkept: bytes) -> None:
     case.worker(BAD, **end)
     case.workers[0].unkept = unkept
-    assert is_lost_peer_now(case.workers[0])
+    assert is_lost_peer(case.workers[0])
+
+
+# ------------------------------------------------------------------ the first sign of a failure
+
+TRACEBACK = "Traceback (most recent call last):\n  File 'x'\n{}\n"
+CAUSE, EFFECT = "ValueError: bad batch", "EOFError: rank 1 is gone"
+
+
+# What rank 0, which exits first, and rank 1, which is stopped then, have written at their ends, how
+# many seconds after it rank 1 has done so, and who is the culprit.
+@pytest.mark.parametrize(
+    ("first", "second", "since", "culprit"),
+    [
+        (EFFECT, CAUSE, 0.0, 1),
+        (EFFECT, CAUSE, 0.004, 1),
+        (EFFECT, CAUSE, -3.0, 1),
+        (EFFECT, CAUSE, 0.5, 0),
+        (EFFECT, "ConnectionResetError: [Errno 104] x", -0.002, 1),
+        (EFFECT, "ConnectionResetError: [Errno 104] x", 0.002, 0),
+        ("TimeoutError: no answer", CAUSE, -3.0, 1),
+        (CAUSE, EFFECT, 0.0, 0),
+        (CAUSE, "KeyError: 'x'", -3.0, 0),
+        (EFFECT, "", -3.0, 0),
+    ],
+)
+async def test_a_worker_that_fails_first_and_is_slow_to_end_is_the_culprit(
+    case: Case, first: str, second: str, since: float, culprit: int
+) -> None:
+    """A thread of it still runs, or its devices are closed.  The times are those of two files."""
+    case.worker(BAD, ended_at=STOPPED_AT, stderr=TRACEBACK.format(first).encode())
+    said = TRACEBACK.format(second) if second else "step 1\n"
+    case.worker(TERM, is_victim=True, ended_at=STOPPED_AT + 1, stderr=said.encode())
+    for worker, at in zip(case.workers, (0.0, since), strict=True):
+        os.utime(str(worker.logs.stderr.path), (STOPPED_AT + 900 + at,) * 2)
+    note_effect(case.workers[0])
+    note_state(case.workers[1])
+    with open(str(case.workers[1].logs.stderr.path), "a") as file:
+        file.write("Terminated\n")
+    found = await case.failures()
+    assert (found[0].rank, found[0].is_victim) == (culprit, False)
+    if culprit:
+        assert (found[0].reason, found[0].status) == (second, BAD)
+
+
+async def test_of_two_that_have_exited_the_first_sign_counts(case: Case) -> None:
+    """The interpreter of the culprit took longer to end."""
+    for said, at in ((EFFECT, 0.001), (CAUSE, 0.0)):
+        case.worker(BAD, stderr=TRACEBACK.format(said).encode())
+        os.utime(str(case.workers[-1].logs.stderr.path), (STOPPED_AT + at,) * 2)
+    assert [one.reason for one in await case.failures()] == [CAUSE, EFFECT]
+
+
+@pytest.mark.parametrize(
+    ("ended", "said", "reason"),
+    [
+        (BAD, TRACEBACK.format("OSError: [Errno 28] No space left on device"), True),
+        (ExitStatus(code=2), "tar: x: Cannot write: No space left on device\n", True),
+        (BAD, "stopped by SIGTERM\n", False),
+        (TERM, TRACEBACK.format("ValueError: x"), False),
+        (ExitStatus(code=143), TRACEBACK.format("ValueError: x"), False),
+        (BAD, "", False),
+    ],
+)
+def test_a_save_that_fails_while_the_worker_is_stopped_has_a_reason(
+    case: Case, ended: ExitStatus, said: str, reason: bool
+) -> None:
+    """What the worker had written before the stop is none, nor what the stop has ended."""
+    case.worker(ended, is_victim=True, stderr=TRACEBACK.format("KeyError: 'handled'").encode())
+    note_state(case.workers[0])
+    with open(str(case.workers[0].logs.stderr.path), "a") as file:
+        file.write(said)
+    assert bool(reason_now(case.workers[0])) is reason
 
 
 @pytest.mark.parametrize(("size", "threads"), [(9, 0), (100_000, 1)], ids=["small", "large"])
@@ -530,7 +611,7 @@ Current thread 0x00007f4f6587bb80 (most recent call first):
   File "train.py", line 4 in crash
 """
 WHAT = b"""terminate called after throwing an instance of 'c10::DistBackendError'
-  what():  NCCL watchdog: Connection closed by peer
+  what():  NCCL watchdog: ncclRemoteError
 frame #0: here
 """
 
@@ -538,7 +619,7 @@ frame #0: here
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        (WHAT, "C++ exception: NCCL watchdog: Connection closed by peer"),
+        (WHAT, "C++ exception: NCCL watchdog: ncclRemoteError"),
         (b"malloc(): corrupted top size\n", "malloc(): corrupted top size"),
     ],
 )
@@ -549,7 +630,7 @@ async def test_stacks_do_not_hide_why_a_library_aborts(
     case.worker(ExitStatus(signal=6), stderr=said + DUMP)
     (failure,) = await case.failures()
     assert failure.reason == reason_now(case.workers[0]) == reason
-    assert is_lost_peer_now(case.workers[0]) == (said == WHAT)
+    assert is_lost_peer(case.workers[0]) == (said == WHAT)
     assert "line 4 in crash" in failure.stderr_tail[-1]
 
 

@@ -79,7 +79,7 @@ def test_the_json_of_an_event() -> None:
 
 def test_the_json_of_an_error_file() -> None:
     text = block_of("worker-environment.md", "py_callstack").text
-    assert (error := parse_error_file(text.encode(), "", 0.0)) is not None
+    assert (error := parse_error_file(text.encode(), "")) is not None
     assert (error.message, error.timestamp) == ("ValueError: x", 1_700_000_000)
 
 
