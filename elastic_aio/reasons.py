@@ -182,6 +182,8 @@ def read_reason(
     found, index = _find_exception(lines)
     if found and _is_last(lines, index, code, signal):
         return one_line(found, REASON_MAX), [*_causes(lines, index), *_after(lines, index)]
+    if found and not _has_more(lines, index):
+        return "", []
     last = _last_text(_without_logs(lines))
     number = _signal_of(code, signal)
     is_killed = number is not None and 0 < number <= _SIGNALS
@@ -198,12 +200,13 @@ def last_words(lines: Sequence[str], *, code: int | None) -> str:
 
 def _is_last(lines: Sequence[str], index: int, code: int | None, signal: int | None) -> bool:
     """Whether an exception says why its program ended, and not what follows: see the table."""
-    if not _has_more(lines, index):
-        return True
-    last = _last_text(_without_logs(lines[index + 1 :]))
     number = _signal_of(code, signal)
-    if number is not None and 0 < number <= _SIGNALS:
-        return number in _CRASHES and not re.match(_ERROR_LINE, last)
+    is_killed = number is not None and 0 < number <= _SIGNALS and number not in _CRASHES
+    if not _has_more(lines, index):
+        return not (is_killed and _is_handled(lines, index))
+    last = _last_text(_without_logs(lines[index + 1 :]))
+    if is_killed or number in _CRASHES:
+        return not is_killed and not re.match(_ERROR_LINE, last)
     is_chosen = code is not None and 1 < code < _SIGNALED
     if is_chosen or _is_handled(lines, index):
         return not last or bool(re.match(_OF_PROGRAM, last))

@@ -220,7 +220,7 @@ def test_the_last_line_of_a_process_that_a_signal_ended(last: str, is_reason: bo
     traceback = ["Traceback (most recent call last):", " F", "E: y"]
     for ended in ({"signal": 9}, {"signal": 6}, {"code": 137}):
         assert reason_of("", ["first", last, ""], **ended) == (last if is_reason else "")
-        found = "E: y" if is_log or ("signal", 6) in ended.items() else ""
+        found = "E: y" if ("signal", 6) in ended.items() else ""
         assert reason_of("", [*traceback, last], **ended) == (last if is_reason else found)
     for chosen in (1, 3, 255):
         assert reason_of("", ["first", last, ""], code=chosen) == ("first" if is_log else last)

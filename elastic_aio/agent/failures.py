@@ -11,9 +11,9 @@ The order of evidence among the workers of an attempt, the culprit first::
     torch says that it has lost a peer                                follows all these
     the stop has ended it, whatever it did then                       is a victim
 
-Those that have failed are ordered by time: that of the exception in the file of stderr, compared
-with another such file only, and of the exit or the recorded error, by the clock of this host.
-Within `_SAME_S`, an exception that may be an effect follows one that is none.
+Those that have failed are ordered by the clock of this host: the exit, or the recorded error.  Of
+two, one goes before the other that has written its last words earlier, by the times at which they
+were read, or those of the files; within `_SAME_S`, one whose exception is no effect.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ _LINES_MAX = 16 * 1024
 _TAILS_MAX = 16
 # Characters by which the exception of an error file is found in that of a stderr.
 _SAME = 200
-# Seconds by which the times of two files may differ though the later one was written first: the
-# kernel counts in ticks of 1 to 10 ms.
-_SAME_S = 0.01
+# Seconds in which two workers have written their last words at the same time: a connection that the
+# first one closes may end the other before its own words are read.
+_SAME_S = 0.002
 _EARLIER_S = 1e-6
 _BUS, _KILLED = 128 + 7, 128 + 9
 _DUMPING = {3, 4, 5, 6, 7, 8, 11, 24, 25, 31}  # signals that may leave a core file (signal(7))
@@ -86,7 +86,7 @@ class WorkerRecord(Struct):
     is_lost_peer: bool = False  # as far as it is known at its exit
     may_be_effect: bool = False  # likewise: another's end may have ended it
     had_error: bool = False  # an error file, when the stop began
-    written: tuple[int, float] = (0, 0.0)  # bytes and time of the file of its stderr then
+    written: tuple[int, float] = (0, 0.0)  # then, or at its exit: bytes of its stderr, and when
     notes: tuple[str, ...] = ()  # of its failure
 
     @property
@@ -195,10 +195,8 @@ async def collect_failures(
 def _in_order(found: Sequence[tuple[WorkerRecord, Failure]]) -> tuple[Failure, ...]:
     """Return failures, the root cause first; only the first ones keep the end of their stderr."""
     own = [(worker, failure) for worker, failure in found if not failure.is_victim]
-    times = ((failure.order, _sign_time(worker, failure.error)) for worker, failure in own)
-    ordered = _first_sign_first(
-        root_cause_first(failure for _, failure in found), {order: at for order, at in times if at}
-    )
+    times = {failure.order: worker.written[1] for worker, failure in own if worker.written[0]}
+    ordered = _first_sign_first(root_cause_first(failure for _, failure in found), times)
     late = {failure.order for failure in ordered[_TAILS_MAX:]}
     for worker, failure in own:
         if failure.order in late:
@@ -217,15 +215,18 @@ def _is_exact(error: WorkerError) -> bool:
     return error.pid is not None or not error.path
 
 
-def note_state(worker: WorkerRecord, *, is_brief: bool = False) -> None:
-    """Note whether a worker has recorded an error by now, and unless `is_brief`, what it has
-    written."""
+def note_state(worker: WorkerRecord, taken_at: float = 0.0, *, is_brief: bool = False) -> None:
+    """Note what a worker has written by now.
+
+    A captured stderr was last read at `taken_at`; another has the time of its file.  With
+    `is_brief`, note only whether the worker has recorded an error.
+    """
     worker.had_error = os.access(worker.logs.error_file, os.F_OK)
     if is_brief or worker.logs.stderr.path is None:
         return
     with suppress(OSError):
         status = os.stat(worker.logs.stderr.path)
-        worker.written = status.st_size, status.st_mtime
+        worker.written = status.st_size, taken_at or status.st_mtime
 
 
 def has_failed(worker: WorkerRecord) -> bool:
@@ -236,28 +237,17 @@ def has_failed(worker: WorkerRecord) -> bool:
 def _has_failed_before(worker: WorkerRecord, first: WorkerRecord) -> bool:
     """Whether a victim had failed before the first exit, but was slow to end.  Blocks."""
     size, at = worker.written
-    if not (first.may_be_effect and worker.is_victim and size):
+    if not (first.may_be_effect and worker.is_victim and size and first.written[0]):
         return False
     found = reasons.last_words(_read_tail(worker.logs.stderr.path, b"", size)[1], code=None)
     other = _explain_now(first)[0]
-    return bool(found) and _precedes(found, other, at - _sign_time(first, None))
+    return bool(found) and _precedes(found, other, at - first.written[1])
 
 
 def _precedes(reason: str, other: str, since: float) -> bool:
     """Whether a worker failed before another; `since` is the time of its file less the other's."""
     rank = reasons.is_effect(reason) - reasons.is_effect(other)
     return since < -_SAME_S or (abs(since) <= _SAME_S and (rank, since) < (0, 0.0))
-
-
-def _sign_time(worker: WorkerRecord, error: WorkerError | None) -> float:
-    """Return the time of the file that says why a worker has failed; 0 for none."""
-    if worker.written[0] and error is None:
-        return worker.written[1]
-    path = error.path if error is not None else worker.logs.stderr.path
-    try:
-        return os.stat(path).st_mtime if path else 0.0
-    except OSError:
-        return 0.0
 
 
 def _time_of(worker: WorkerRecord, error: WorkerError | None, stopped_at: float) -> float:

@@ -543,6 +543,10 @@ class Capture:
         relay.read_now()
         return relay.unkept_end
 
+    def taken_at(self, path: str | None) -> float:
+        """Return when a worker has last written to a captured stream, in Unix seconds; else 0."""
+        return 0.0 if path is None or path not in self._relays else self._relays[path].taken_at
+
     def pop_unkept(self, path: str | None) -> bytes:
         """Return the end of what the file of a closed stream has not taken, and forget it."""
         return b"" if path is None else self._unkept.pop(path, b"")

@@ -222,6 +222,8 @@ class WorkerGroup:
         note_effect(record)
         if not ended.status.is_success:
             self._note_end()
+            if not record.is_victim:
+                self._note_state(record)
         self._runtime.publish_later(partial(self._explain, record))
         self._on_exit(record.ranks.local_rank, record.exit)
 
@@ -276,8 +278,12 @@ class WorkerGroup:
         for record in self.records.values():
             if record.is_running:
                 # After a plain failure, the others wait for the signal.
-                note_state(record, is_brief=bool(failed) and not failed[0].may_be_effect)
+                self._note_state(record, is_brief=bool(failed) and not failed[0].may_be_effect)
         self._tree.begin_stop(plan)
+
+    def _note_state(self, record: WorkerRecord, *, is_brief: bool = False) -> None:
+        taken_at = self._runtime.output.capture.taken_at(record.logs.stderr.path)
+        note_state(record, taken_at, is_brief=is_brief)
 
     def announce_stop(
         self, plan: StopPlan, reason: str, signal: int | None = None, *, is_ordered: bool = False

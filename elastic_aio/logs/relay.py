@@ -17,6 +17,7 @@ import asyncio
 import errno
 import os
 import select
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -57,6 +58,8 @@ class Relay:
         """Whether the read bytes may end within a write, of which more is in the pipe."""
         self.kept = 0
         """Bytes in the file, once it takes no more."""
+        self.taken_at = 0.0
+        """When the last bytes came, in Unix seconds."""
         self.lost = 0
         """Bytes that are neither in the file nor read."""
         self.unkept = 0
@@ -207,6 +210,7 @@ class Relay:
     # ------------------------------------------------------ the file, or memory
 
     def _take(self, data: bytes) -> None:
+        self.taken_at = time.time()
         if self.error is None:
             self._unwritten += data
             self._write_file()

@@ -521,7 +521,8 @@ CAUSE, EFFECT = "ValueError: bad batch", "EOFError: rank 1 is gone"
     ("first", "second", "since", "culprit"),
     [
         (EFFECT, CAUSE, 0.0, 1),
-        (EFFECT, CAUSE, 0.004, 1),
+        (EFFECT, CAUSE, 0.001, 1),
+        (EFFECT, CAUSE, 0.003, 0),
         (EFFECT, CAUSE, -3.0, 1),
         (EFFECT, CAUSE, 0.5, 0),
         (EFFECT, "ConnectionResetError: [Errno 104] x", -0.002, 1),
@@ -542,7 +543,8 @@ async def test_a_worker_that_fails_first_and_is_slow_to_end_is_the_culprit(
     for worker, at in zip(case.workers, (0.0, since), strict=True):
         os.utime(str(worker.logs.stderr.path), (STOPPED_AT + 900 + at,) * 2)
     note_effect(case.workers[0])
-    note_state(case.workers[1])
+    for worker in case.workers:
+        note_state(worker)
     with open(str(case.workers[1].logs.stderr.path), "a") as file:
         file.write("Terminated\n")
     found = await case.failures()
@@ -553,9 +555,10 @@ async def test_a_worker_that_fails_first_and_is_slow_to_end_is_the_culprit(
 
 async def test_of_two_that_have_exited_the_first_sign_counts(case: Case) -> None:
     """The interpreter of the culprit took longer to end."""
-    for said, at in ((EFFECT, 0.001), (CAUSE, 0.0)):
+    for said, at in ((EFFECT, 0.25), (CAUSE, 0.0)):
         case.worker(BAD, stderr=TRACEBACK.format(said).encode())
         os.utime(str(case.workers[-1].logs.stderr.path), (STOPPED_AT + at,) * 2)
+        note_state(case.workers[-1])
     assert [one.reason for one in await case.failures()] == [CAUSE, EFFECT]
 
 
