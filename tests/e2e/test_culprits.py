@@ -12,8 +12,9 @@ from tests.support.culprits import JOBS, PRELUDE, Job
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-# What is not known: the others that still run are not looked at if the first exit is no effect.
-UNKNOWN = {"slow end of the other"}
+# What is not known: which of two was first whose words come within a millisecond, and what has become
+# of one that still runs when another fails by itself.
+UNKNOWN = {"slow end of the other", "reset by a storage, and words of a peer"}
 
 
 def found(job: Job, directory: Path) -> tuple[int, str, str]:
@@ -42,7 +43,7 @@ def found(job: Job, directory: Path) -> tuple[int, str, str]:
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
 def test_the_culprit_and_the_cause(job: Job, tmp_path: Path) -> None:
     if job.name in UNKNOWN:
-        pytest.xfail("the failure of the slow one is not looked for")
+        pytest.xfail("the order cannot be known")
     rank, reason, cause = found(job, tmp_path)
     assert rank == job.rank
     if job.reason.startswith(("CRITICAL", "accuracy")):
