@@ -128,7 +128,7 @@ EDGES: dict[str, tuple[Any, Callable[[Any], bytes], Callable[[bytes], Any]]] = {
     "an error file": (
         WorkerError(ODD, ODD, 1.5, "/e"),
         render_error_file,
-        lambda content: parse_error_file(content, "/e", 1.5),
+        lambda content: parse_error_file(content, "/e"),
     ),
     "an outcome": (
         JobOutcome(JobState.FAILED, ODD, 1, 0, (FAILURE,)),

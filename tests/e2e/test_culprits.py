@@ -12,7 +12,7 @@ from tests.support.culprits import JOBS, PRELUDE, Job
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-# What is not known: which of two was first whose words come within a millisecond, and what has become
+# What is not known: which of two came first whose words are a millisecond apart, and what has become
 # of one that still runs when another fails by itself.
 UNKNOWN = {"slow end of the other", "reset by a storage, and words of a peer"}
 
