@@ -477,8 +477,8 @@ class DeadlineMissed(Event, frozen=True, kw_only=True):
 class ForeignAnswer(Event, frozen=True, kw_only=True):
     """Another process answers a probe of the worker `rank` (`local_rank` on this node), or may.
 
-    `why` says which, as far as that is known; it is no success of the worker.  Reported once in an
-    attempt: at once of a program that has the port, and after ten answers at a shared socket.
+    `why` says which.  Reported at the first answer of a program that has the port, and at the tenth
+    at a shared socket.
     """
 
     rank: int

@@ -8,11 +8,9 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import Any, Final
-
-from msgspec import Struct
 
 from elastic_aio.aio import run_in_thread
 from elastic_aio.errors import HostError
@@ -319,40 +317,24 @@ def port_owner(port: int) -> str | None:
 
     It reads all of /proc, which takes long on a busy host: call it in a thread.
     """
-    inodes = {one.inode for one in list_listeners() if one.port == port}
-    return owner_of(inodes)[1] if inodes else None
-
-
-def owner_of(inodes: Collection[str]) -> tuple[int | None, str]:
-    """Return pid and name of the process that has a socket; None: another user's.  Blocks."""
-    pid = _process_with({f"socket:[{inode}]" for inode in inodes})
+    owners = listening_sockets(port)
+    if not owners:
+        return None
+    pid = _process_with({f"socket:[{inode}]" for inode in owners})
     if pid is not None:
-        return pid, f"{_command(pid)} (pid {pid})"
+        return f"{_command(pid)} (pid {pid})"
     # Only root can read the descriptors of other users' processes.
-    users = (one.user for one in list_listeners() if one.inode in inodes)
-    return None, f"a process of user {next(users, '?')}"
+    return f"a process of user {next(iter(owners.values()))[7]}"
 
 
-class ListeningSocket(Struct, frozen=True):
-    """A TCP socket that listens, as proc_net_tcp(5) shows it."""
-
-    address: str
-    port: int
-    waiting: int
-    """Connections that no process has accepted."""
-    user: str
-    inode: str
-
-
-def list_listeners() -> list[ListeningSocket]:
-    """Return the listening TCP sockets of the network namespace of this process."""
-    found = []
+def listening_sockets(port: int | None = None) -> dict[str, list[str]]:
+    """Return the rows of proc_net_tcp(5) of the sockets that listen, at one port, by inode."""
+    found = {}
     for table in _TCP_TABLES:
         # The kernel shows them first, however many connections follow.
         for row in takewhile(lambda row: row[3] == _TCP_LISTEN, _tcp_rows(table)):
-            address, _, port = row[1].partition(":")
-            waiting = int(row[4].partition(":")[2], 16)
-            found.append(ListeningSocket(address, int(port, 16), waiting, row[7], row[9]))
+            if port in (None, int(row[1].rpartition(":")[2], 16)):
+                found[row[9]] = row
     return found
 
 
@@ -361,21 +343,6 @@ def _tcp_rows(table: str) -> Iterator[list[str]]:
     with contextlib.suppress(OSError), open(table, encoding="ascii") as file:
         next(file, "")
         yield from (row for row in map(str.split, file) if len(row) > 9)
-
-
-def listeners_at(own: tuple[Any, ...], peer: tuple[Any, ...]) -> list[ListeningSocket]:
-    """Return the sockets at `peer` that may accept a connection from `own`; none: not this host's.
-
-    The kernel prefers a socket of the very address.
-    """
-    host, port, *_ = peer
-    if host != own[0] and not host.startswith("127."):
-        return []
-    exact = {_shown(host)} if ":" in host else {_shown(host), _shown(f"::ffff:{host}")}
-    any_v4 = set[str]() if ":" in host else {_shown("0.0.0.0")}
-    at_port = [one for one in list_listeners() if one.port == port]
-    choices = ([one for one in at_port if one.address in each] for each in (exact, any_v4))
-    return next(filter(None, choices), [one for one in at_port if one.address == _shown("::")])
 
 
 def accepted_inode(own: tuple[Any, ...], peer: tuple[Any, ...]) -> str:

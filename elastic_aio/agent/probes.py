@@ -4,12 +4,11 @@ One timer is set to the first question of all.  A question is a task that ends w
 its timeout; between questions there is none.  A question that could not be asked, because this
 process lacks descriptors or its event loop was blocked, has no answer: a worker is not to blame.
 
-The kernel shows who listens at a port and who has accepted (proc_net_tcp(5), `/proc/PID/fd`).  The
-answer is the child's if its processes alone listen, or one of them has accepted; `sockets` and
-SO_REUSEPORT let others accept too.  It is a stranger's if only sockets listen that are older than
-the attempt, or another child's: a younger one may serve for the child, as Docker's proxy does.
-It counts where nothing is known: of another host or network namespace, of processes that this user
-may not look at, or if this program itself listens there.
+The kernel shows which sockets listen at a port and accept (proc_net_tcp(5), `/proc/PID/fd`).  An
+answer counts if the child's processes have all of them.  If others have some too (`sockets`, a
+reload, SO_REUSEPORT), that which has accepted decides.  If only sockets of others listen that are
+older than the attempt, a stranger answers.  All other answers count: of this program, another host
+or network namespace, Docker's proxy, processes that this user may not look at.
 """
 
 from __future__ import annotations
@@ -21,13 +20,12 @@ import re
 import signal
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Collection, Iterable
-from contextlib import closing, suppress
-from functools import partial
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import ExitStack, closing, suppress
+from functools import cached_property
 from typing import Any, Final
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from elastic_aio import aio
 from elastic_aio.agent.failures import WorkerRecord
@@ -36,16 +34,9 @@ from elastic_aio.events import Event, ForeignAnswer
 from elastic_aio.logs.reader import LogReader
 from elastic_aio.logs.streams import LoggedStreams
 from elastic_aio.process import proc
-from elastic_aio.process.children import Child
+from elastic_aio.process.children import Child, ChildExit
 from elastic_aio.process.command_output import CommandOutput
-from elastic_aio.sockets import (
-    Address,
-    accepted_inode,
-    list_listeners,
-    listeners_at,
-    look_up,
-    owner_of,
-)
+from elastic_aio.sockets import Address, accepted_inode, listening_sockets, look_up, port_owner
 from elastic_aio.spec.probe import (
     Exec,
     Http,
@@ -64,7 +55,7 @@ _LATE_S: Final = 0.1
 """Seconds by which a timeout may be noticed late; then the loop was blocked, or the worker was."""
 _HEAD_MAX: Final = 16 << 10
 _REST_MAX: Final = 10 << 10
-"""Bytes that are read after the status of an answer, within `_REST_S`."""
+"""Bytes that are read after the status, within `_REST_S`, so that the server is not cut short."""
 _REST_S: Final = 0.1
 _ESCAPES: Final = re.compile(ESCAPES.encode())
 _LINE_MAX: Final = 4096
@@ -74,28 +65,16 @@ _TEXT_MAX: Final = 100
 _ACCEPTED_S: Final = 0.05
 """Seconds in which a server accepts, unless it is busy."""
 _DOUBTS_MAX: Final = 10
-"""Answers of other processes, or of unknown ones, after which a worker is reported."""
+"""Answers at a shared socket, of others or of unknown processes, until one is reported."""
 _KILLED_S: Final = 1.0
 """Seconds for which the end of the probes waits until killed commands are reaped."""
 
 
 class Answer(Struct, frozen=True):
-    """An answer in words; `is_success` None: the question could not be asked.
-
-    `is_foreign`: maybe it is not the worker that has answered.
-    """
+    """An answer in words; `is_success` None: the question could not be asked."""
 
     is_success: bool | None
     text: str
-    is_foreign: bool = False
-
-
-def _judged(is_success: bool, text: str, answerer: Answerer) -> Answer:
-    if answerer.stranger:
-        return Answer(False, f"connected to {answerer.stranger}, no process of this child", True)
-    if answerer.doubt:
-        return Answer(None, f"{text}, accepted by {answerer.doubt} at the same socket", True)
-    return Answer(is_success, text)
 
 
 class Probes:
@@ -132,19 +111,17 @@ class Probes:
         self._on_not_alive = on_not_alive
         self._publish = publish
         self._sockets = Sockets(descendants)
-        self._asked: dict[int, Answerer] = {}  # by local rank
-        self._doubts: dict[int, int] = {}  # foreign answers, by local rank
+        self._foreign: dict[int, int] = {}  # answers of other processes, by local rank
         self._table = ProbeTable(ready, alive)
         self._records: dict[int, WorkerRecord] = {}
         self._questions: dict[int, asyncio.Task[None]] = {}  # by local rank
-        self._ending: set[asyncio.Task[None]] = set()
-        self._commands: set[Child] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._commands: set[asyncio.Future[ChildExit]] = set()  # their ends
         self._reading: asyncio.Task[None] | None = None
         self._lines: dict[int, str] = {}  # the first that matches, by rank
         self._alarm = aio.Alarm(clock, self._on_alarm)
         self._addresses: dict[tuple[str, int], list[Address]] = {}
         self._lookups: dict[tuple[str, int], asyncio.Task[list[Address]]] = {}
-        self._context: ssl.SSLContext | None = None
         self._attempt = 0
 
     def __repr__(self) -> str:
@@ -155,10 +132,9 @@ class Probes:
         self.end()
         self._attempt = attempt
         self._table = ProbeTable(self._ready, self._alive)
-        self._doubts.clear()
+        self._foreign.clear()
         if isinstance(self._ready, Http | Tcp) or isinstance(self._alive, Http | Tcp):
-            before = frozenset(one.inode for one in list_listeners())
-            self._sockets = Sockets(self._sockets.descendants, before)
+            self._sockets = Sockets(self._sockets.descendants, {*listening_sockets()})
 
     def add(self, record: WorkerRecord) -> None:
         """Begin to ask a worker that has been started."""
@@ -169,8 +145,7 @@ class Probes:
             self._table.set_ready(local_rank, self._clock.now())
         self._note_line(record)
         if isinstance(self._ready, LogMatch) and self._reading is None and self._lacks_line():
-            self._reading = aio.create_task(self._read_lines(self._ready), name="log lines")
-            self._wait_later(self._reading)
+            self._reading = self._start(self._read_lines(self._ready), "log lines")
         self._set_alarm()
 
     def set_ready(self, local_rank: int) -> None:
@@ -183,9 +158,9 @@ class Probes:
         self._table.remove(local_rank)
         self._records.pop(local_rank, None)
         if (question := self._questions.pop(local_rank, None)) is not None:
-            self._cancel(question)
+            question.cancel()
         if self._reading is not None and not self._lacks_line():
-            self._cancel(self._reading)
+            self._reading.cancel()
             self._reading = None
         self._set_alarm()
 
@@ -198,18 +173,16 @@ class Probes:
     async def aclose(self) -> None:
         """End all questions, and wait until their commands are reaped.  Idempotent."""
         self.end()
-        await aio.cancel_and_wait([*self._ending])
+        await aio.cancel_and_wait([*self._tasks])
         await aio.cancel_and_wait([*self._lookups.values()])
-        ended = aio.when_all_done(child.exited for child in self._commands)
+        ended = aio.when_all_done(self._commands)
         await self._clock.wait_for(ended, seconds=_KILLED_S)
 
-    def _cancel(self, task: asyncio.Task[None]) -> None:
-        self._wait_later(task)
-        task.cancel()
-
-    def _wait_later(self, task: asyncio.Task[None]) -> None:
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+    def _start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = aio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     # ------------------------------------------------------------------ the timer
 
@@ -219,104 +192,81 @@ class Probes:
     def _on_alarm(self) -> None:
         for local_rank, probe in self._table.take_due(self._clock.now()):
             asking = self._ask(local_rank, probe)
-            task = aio.create_task(asking, name=f"probe of local rank {local_rank}")
-            self._questions[local_rank] = task
+            self._questions[local_rank] = self._start(asking, f"probe of local rank {local_rank}")
         self._set_alarm()
 
     async def _ask(self, local_rank: int, probe: PolledProbe) -> None:
-        began = self._clock.now()
+        began, answerer = self._clock.now(), Answerer(self._sockets)
         asking = aio.create_task(
-            self._answer(local_rank, probe), name=f"{type(probe).__name__} probe"
+            self._answer(local_rank, probe, answerer), name=f"{type(probe).__name__} probe"
         )
         try:
             await self._clock.wait_for(asking, seconds=probe.timeout)
         finally:
             if not asking.done():
                 await aio.cancel_and_wait([asking])
-        now = self._clock.now()
         if not asking.cancelled():
             answer = asking.result()
-        elif now - began > probe.timeout + _LATE_S:
+        elif self._clock.now() - began > probe.timeout + _LATE_S:
             answer = Answer(None, "this process was blocked")
         else:
-            asked, text = self._asked.get(local_rank), f"no answer within {probe.timeout:g} s"
-            is_silent = asked is None or await asked.is_silent()
-            answer = Answer(False if is_silent else None, text)
-        self._asked.pop(local_rank, None)
+            is_silent = await answerer.is_silent()
+            answer = Answer(False if is_silent else None, f"no answer within {probe.timeout:g} s")
         self._questions.pop(local_rank, None)
-        self._take(local_rank, probe, began, answer)
-
-    def _take(self, local_rank: int, probe: PolledProbe, began: float, answer: Answer) -> None:
+        record = self._records[local_rank]
+        if answerer.is_stranger or (answerer.doubt and answer.is_success is None):
+            count = self._foreign[local_rank] = self._foreign.get(local_rank, 0) + 1
+            if count == (1 if answerer.is_stranger else _DOUBTS_MAX):
+                who: Any = {"rank": record.ranks.rank, "local_rank": local_rank, "pid": record.pid}
+                self._publish(ForeignAnswer(attempt=self._attempt, **who, why=answer.text))
         now = self._clock.now()
         seconds = self._table.since_success(local_rank, now)
         verdict = self._table.answer(local_rank, began, now, is_success=answer.is_success)
         self._on_answer(local_rank, answer.text)
-        if answer.is_foreign:
-            self._note_foreign(local_rank, answer)
         if verdict is Verdict.READY:
             self._on_ready(local_rank)
         self._set_alarm()
         if verdict is Verdict.NOT_ALIVE:
             self._on_not_alive(local_rank, answer.text, seconds)
 
-    def _note_foreign(self, local_rank: int, answer: Answer) -> None:
-        """Report once a stranger that answers, or that it is not known for long who does."""
-        count = self._doubts[local_rank] = self._doubts.get(local_rank, 0) + 1
-        if count == (1 if answer.is_success is False else _DOUBTS_MAX):
-            self._doubts[local_rank] = _DOUBTS_MAX
-            record = self._records[local_rank]
-            rank, pid = record.ranks.rank, record.pid
-            event = ForeignAnswer(rank=rank, local_rank=local_rank, pid=pid, why=answer.text)
-            self._publish(replace(event, attempt=self._attempt))
-
     # ------------------------------------------------------------------ questions
 
-    async def _answer(self, local_rank: int, probe: PolledProbe) -> Answer:
+    async def _answer(self, local_rank: int, probe: PolledProbe, answerer: Answerer) -> Answer:
         try:
             match probe:
                 case Http():
-                    return await self._ask_http(probe, local_rank)
+                    return await self._ask_http(probe, local_rank, answerer)
                 case Tcp():
-                    sock, answerer = await self._connect(local_rank, *probe.host_port(local_rank))
-                    with sock:
-                        await answerer.find()
+                    with await self._connect(*probe.host_port(local_rank), answerer):
                         await answerer.look(probe.timeout)
-                    return _judged(True, "connected", answerer)
+                    return answerer.judged(True, "connected")
                 case Exec():
                     return await self._ask_command(probe, self._records[local_rank])
-        except (OSError, ValueError, EOFError) as error:
-            if isinstance(error, OSError):
-                is_own = error.errno in _LACK
-                return Answer(None if is_own else False, error_reason(error))
-            return Answer(False, one_line(str(error), _TEXT_MAX))
+        except OSError as error:
+            return Answer(None if error.errno in _LACK else False, error_reason(error))
+        except ValueError as error:
+            return Answer(False, str(error))
         raise AssertionError(f"a probe of an unknown kind: {probe!r}")
 
-    async def _connect(
-        self, local_rank: int, host: str, port: int
-    ) -> tuple[socket.socket, Answerer]:
-        """Return a connection to the first address of a host that accepts one, or raise OSError."""
+    async def _connect(self, host: str, port: int, answerer: Answerer) -> socket.socket:
+        """Return a connection to the first address of a host that accepts one.
+
+        Raises OSError, or ValueError: a stranger does.
+        """
         addresses = await self._look_up(host, port)
         loop, failures = asyncio.get_running_loop(), [OSError("it has no address")]
         for family, address in addresses:
-            sock: socket.socket | None = None
-            try:
-                sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-                await loop.sock_connect(sock, address)
-                if is_own(sock):
-                    raise ConnectionRefusedError(errno.ECONNREFUSED, "")
-                ends = sock.getsockname(), sock.getpeername()
-            except OSError as error:
-                if sock is not None:
-                    sock.close()
-                # asyncio has words of its own.
-                failures.append(OSError(error.errno, os.strerror(error.errno or 0)))
-            except BaseException:  # a cancellation
-                if sock is not None:
-                    sock.close()
-                raise
-            else:
-                answerer = self._asked[local_rank] = Answerer(self._sockets, ends)
-                return sock, answerer
+            with ExitStack() as stack:
+                try:
+                    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+                    stack.enter_context(sock)
+                    await loop.sock_connect(sock, address)
+                    await answerer.find(sock.getsockname(), sock.getpeername())
+                except OSError as error:  # asyncio has words of its own
+                    failures.append(OSError(error.errno, os.strerror(error.errno or 0)))
+                else:
+                    stack.pop_all()
+                    return sock
         self._addresses.pop((host, port), None)  # a name may get another one
         # A host without IPv6 lacks the second address of "localhost": the first has answered.
         raise max(reversed(failures[1:] or failures), key=lambda one: one.errno not in _LACK)
@@ -332,38 +282,36 @@ class Probes:
             addresses = self._addresses[key] = asking.result()
         return addresses
 
-    async def _ask_http(self, probe: Http, local_rank: int) -> Answer:
+    async def _ask_http(self, probe: Http, local_rank: int, answerer: Answerer) -> Answer:
         target = http_target(probe, local_rank)
-        sock, answerer = await self._connect(local_rank, target.host, target.port)
-        tls = {"ssl": self._tls(), "server_hostname": target.host} if target.is_tls else {}
+        sock = await self._connect(target.host, target.port, answerer)
+        tls = {"ssl": self._tls, "server_hostname": target.host} if target.is_tls else {}
         # The socket is the loop's from now on, which closes it if the handshake fails.
         reader, writer = await asyncio.open_connection(sock=sock, limit=_HEAD_MAX, **tls)  # type: ignore[arg-type]
         try:
             headers = {"Host": target.authority, "User-Agent": "elastic_aio", "Accept": "*/*"}
             headers |= {**probe.headers, "Connection": "close"}
             lines = [f"GET {target.path} HTTP/1.1", *(f"{k}: {v}" for k, v in headers.items())]
-            await answerer.find()
-            status = 0
-            if not answerer.stranger:
-                writer.write("\r\n".join([*lines, ""]).encode("ascii"))
-                # The server waits for the last line, while it is looked who has accepted.
-                await answerer.look(probe.timeout)
-                writer.write(b"\r\n")
-                status = await _read_status(reader)
-                await answerer.look()
-        except BaseException:  # a cancellation
+            writer.write("\r\n".join([*lines, ""]).encode("ascii"))
+            # The server waits for the last line, while it is looked who has accepted.
+            await answerer.look(probe.timeout)
+            writer.write(b"\r\n")
+            status = await _read_status(reader)
+            await answerer.look()
+            with suppress(OSError, EOFError):  # TimeoutError too: a stream does not end
+                async with asyncio.timeout(_REST_S):
+                    await reader.readexactly(_REST_MAX)
+        finally:
             writer.transport.abort()
-            raise
-        self._wait_later(aio.create_task(_read_rest(reader, writer), name="rest of an answer"))
         low, high = probe.expects
-        return _judged(low <= status <= high, f"HTTP status {status}", answerer)
+        return answerer.judged(low <= status <= high, f"HTTP status {status}")
 
+    @cached_property
     def _tls(self) -> ssl.SSLContext:
-        if self._context is None:
-            self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            self._context.check_hostname = False
-            self._context.verify_mode = ssl.CERT_NONE
-        return self._context
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        return context
 
     async def _ask_command(self, probe: Exec, record: WorkerRecord) -> Answer:
         local_rank = record.ranks.local_rank
@@ -373,8 +321,8 @@ class Probes:
             nonlocal child
             command = probe.command(local_rank)
             child = await self._start_command(command, output.writer.fileno(), local_rank)
-            self._commands.add(child)
-            child.exited.add_done_callback(partial(self._forget, child))
+            self._commands.add(child.exited)
+            child.exited.add_done_callback(self._commands.discard)
 
         with closing(CommandOutput()) as output:
             try:
@@ -391,9 +339,6 @@ class Probes:
                     _kill_group(child)
             status, last = child.exited.result().status, output.last_line()
         return Answer(status.is_success, f"{status}: {last}" if last else str(status))
-
-    def _forget(self, child: Child, _: object) -> None:
-        self._commands.discard(child)
 
     async def _read_lines(self, probe: LogMatch) -> None:
         """Look for the line of each worker, until all have been found."""
@@ -434,17 +379,6 @@ def _plain(raw: bytes) -> bytes:
     return plain.replace(b"\r", b"\n")
 
 
-def is_own(sock: socket.socket) -> bool:
-    """Return whether a socket is connected to itself.
-
-    The kernel may choose the port that is asked as the own one of the connection (simultaneous open
-    in RFC 9293) while no process listens there.
-    """
-    with suppress(OSError):  # the other end is gone already
-        return bool(sock.getsockname() == sock.getpeername())
-    return False
-
-
 async def _read_status(reader: asyncio.StreamReader) -> int:
     """Return the status of an answer, which is final: its headers and body change nothing.
 
@@ -460,16 +394,6 @@ async def _read_status(reader: asyncio.StreamReader) -> int:
             return status
         while line.strip():  # an interim answer (RFC 9110)
             line = await _read_line(reader)
-
-
-async def _read_rest(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Read what follows the status for a while, so that the server is not cut short."""
-    try:
-        with suppress(OSError, ValueError, EOFError):  # TimeoutError too: a stream does not end
-            async with asyncio.timeout(_REST_S):
-                await reader.readexactly(_REST_MAX)
-    finally:
-        writer.transport.abort()
 
 
 async def _read_line(reader: asyncio.StreamReader) -> bytes:
@@ -488,86 +412,69 @@ def _kill_group(child: Child) -> None:
 
 # ------------------------------------------------------------- which process answers at a port
 
-Ends = tuple[tuple[Any, ...], tuple[Any, ...]]
-"""Both addresses of a connection, the own one first."""
-
 
 class Sockets(Struct):
     """The listening sockets that were there before an attempt, and those that its child has."""
 
     descendants: Callable[[], Awaitable[list[proc.ProcEntry] | None]]
-    before: frozenset[str] = frozenset()
+    before: set[str] = set()
     held: set[str] = set()
 
-    async def find_open(self, inodes: Collection[str]) -> tuple[list[int], set[str]]:
-        """Return the processes of the child, and which sockets they have open."""
+    async def opened(self, inodes: set[str]) -> set[str]:
+        """Return which of some sockets the child has; all, if this user may not look."""
         pids = [one.pid for one in await self.descendants() or ()]
-        return pids, await aio.run_in_thread(_find_open, pids, inodes, daemon=True)
+        return await aio.run_in_thread(_opened, pids, inodes, daemon=True)
+
+
+def _opened(pids: list[int], inodes: set[str]) -> set[str]:
+    links = {proc.link_of(pid, f"fd/{one}") for pid in pids for one in proc.list_numbers(pid, "fd")}
+    found = {one for one in inodes if f"socket:[{one}]" in links}
+    return inodes if not found and any(map(proc.hides_environment, pids)) else found
 
 
 class Answerer:
-    """Who answers on one connection: the child, unless there is a `doubt`."""
+    """Who answers a question: the child, unless it `is_stranger` or there is a `doubt`."""
 
-    def __init__(self, sockets: Sockets, ends: Ends) -> None:
-        self.stranger = ""
-        """Another program that answers."""
+    def __init__(self, sockets: Sockets) -> None:
+        self.is_stranger, self.doubt = False, ""
         self._sockets = sockets
-        self._ends = ends
-        self._shared: Collection[str] = ()  # sockets of the child, and not of it alone
-        self._is_own: bool | None = True  # None: no process is known to have accepted
+        self._ends: Any = ()  # of the connection, the own one first
+        self._shared: set[str] = set()  # sockets of the child, and not of it alone
 
-    @property
-    def doubt(self) -> str:
-        return {True: "", False: "another process", None: "no known process"}[self._is_own]
-
-    async def find(self) -> None:
-        """Find out who listens for the connection, before it is used."""
-        found = await aio.run_in_thread(listeners_at, *self._ends, daemon=True)
-        inodes, known, pids = {one.inode for one in found}, self._sockets, list[int]()
-        if not inodes <= known.held:
-            pids, opened = await known.find_open(inodes)
-            known.held |= opened
+    async def find(self, own: Any, peer: Any) -> None:
+        """Find out who listens for a connection; raise ValueError if a stranger does."""
+        if own == peer:  # the kernel may choose the port that is asked (RFC 9293, 3.5)
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "")
+        is_near = own[0] == peer[0] or peer[0].startswith("127.")
+        self._ends, known, port = (own, peer), self._sockets, peer[1]
+        rows = await aio.run_in_thread(listening_sockets, port, daemon=True) if is_near else {}
+        if not (inodes := {*rows}) <= known.held:
+            known.held |= await known.opened(inodes)
         if held := inodes & known.held:
             if held != inodes or held & known.before:
-                self._shared, self._is_own = held, None
-        elif inodes:
-            is_old = bool(inodes & known.before)
-            find = partial(_find_stranger, inodes, pids, is_old)
-            self.stranger = await aio.run_in_thread(find, daemon=True)
+                self._shared, self.doubt = held, "no known process"
+        elif inodes and inodes <= known.before:
+            own_pid = proc.own_pid()
+            if not await aio.run_in_thread(_opened, [own_pid], inodes, daemon=True):
+                self.is_stranger = True
+                owner = await aio.run_in_thread(port_owner, port, daemon=True)
+                raise ValueError(f"connected to {owner}, no process of this child")
 
     async def look(self, timeout: float = 0.0) -> None:
         """Find out who has accepted from a shared socket, which may take part of a timeout."""
-        if self._is_own is None:
+        if self.doubt:
             # No event tells a client that its connection is accepted; a server may end it soon.
             await asyncio.sleep(min(_ACCEPTED_S, timeout / 4))
             if inode := await aio.run_in_thread(accepted_inode, *self._ends, daemon=True):
-                self._is_own = bool((await self._sockets.find_open({inode}))[1])
+                self.doubt = "" if await self._sockets.opened({inode}) else "another process"
 
     async def is_silent(self) -> bool:
         """Return whether it is the child that has not answered in time."""
-        if self._is_own is not None:
-            return self._is_own
-        rows = await aio.run_in_thread(list_listeners, daemon=True)
-        return any(row.waiting and row.inode in self._shared for row in rows)
+        rows = await aio.run_in_thread(listening_sockets, daemon=True) if self.doubt else {}
+        waiting = {one for one, row in rows.items() if not row[4].endswith(":00000000")}
+        return not self.doubt or bool(waiting & self._shared)
 
-
-def _find_open(pids: Iterable[int], inodes: Collection[str]) -> set[str]:
-    """Return the sockets that some processes have open; all, if this user may not look."""
-    links, is_hidden = set[str](), False
-    for pid in pids:
-        links |= {proc.link_of(pid, f"fd/{number}") for number in proc.list_numbers(pid, "fd")}
-        is_hidden |= proc.hides_environment(pid)
-    found = {one for one in inodes if f"socket:[{one}]" in links}
-    return set(inodes) if is_hidden and not found else found
-
-
-def _find_stranger(inodes: Collection[str], pids: Collection[int], is_old: bool) -> str:
-    """Return who listens at sockets that the child has not; empty if it may be for the child."""
-    own = proc.own_pid()
-    if _find_open([own], inodes):
-        return ""
-    pid, name = owner_of(inodes)
-    process = None if pid is None else proc.read_process(pid)
-    while process is not None and process.pid not in (own, *pids):
-        process = proc.read_process(process.parent)
-    return name if is_old or (process is not None and process.pid == own) else ""
+    def judged(self, is_success: bool, text: str) -> Answer:
+        if self.doubt:
+            return Answer(None, f"{text}, accepted by {self.doubt} at the same socket")
+        return Answer(is_success, text)
