@@ -175,7 +175,7 @@ def _bind_all(
 ) -> list[socket.socket]:
     sockets: list[socket.socket] = []
     port: object = None
-    try:
+    with contextlib.ExitStack() as stack:
         for family, address in addresses:
             if port is not None:
                 address = (address[0], port, *address[2:])
@@ -187,22 +187,19 @@ def _bind_all(
                 if is_missing and len(addresses) > 1:
                     continue
                 raise
-            sockets.append(sock)
+            sockets.append(stack.enter_context(sock))
             port = sock.getsockname()[1]
         if not sockets:
             raise OSError(errno.EADDRNOTAVAIL, "none of its addresses can be used")
-    except BaseException:  # on any error: no socket stays open
-        for sock in sockets:
-            sock.close()
-        raise
+        stack.pop_all()  # they stay open
     return sockets
 
 
 def _bind(
     family: socket.AddressFamily, address: tuple[Any, ...], peer_timeout: float, is_listening: bool
 ) -> socket.socket:
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
+    with contextlib.ExitStack() as stack:
+        sock = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -213,9 +210,7 @@ def _bind(
         sock.bind(address)
         if is_listening:
             sock.listen(BACKLOG)
-    except BaseException:  # on any error: the socket does not stay open
-        sock.close()
-        raise
+        stack.pop_all()  # it stays open
     return sock
 
 

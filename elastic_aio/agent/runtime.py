@@ -227,8 +227,8 @@ class LocalRuntime:
         )
         self._guardian.start()
         self.output.open(self._streams)
-        if self._setup is not None and self._setup.owner != (-1, -1):
-            self.output.directory.give_to(self._setup.owner)
+        if self._setup is not None and self._setup.account.owner != (-1, -1):
+            self.output.directory.give_to(self._setup.account.owner)
         if self.spec.ready is not None:
             self.output.check_readable("ready", self.spec.ready.streams)
         self.liveness.open()

@@ -18,7 +18,13 @@ from typing import Any, Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elastic_aio.aio import run_in_thread, run_shielded, set_result_if_pending
+from elastic_aio.aio import (
+    cancel_and_wait,
+    create_task,
+    run_in_thread,
+    run_shielded,
+    wait_readable,
+)
 from elastic_aio.errors import HostError, SpawnError, SpecError
 from elastic_aio.process import exec_main
 from elastic_aio.process.cgroups import Cgroup
@@ -53,7 +59,7 @@ class WorkerSetup:
         self._listeners: Listeners | None = None
         self._cgroup: Cgroup | None = None
         self._starter: ExecStarter | None = None
-        self._account = Account()
+        self.account = Account()
 
     def __repr__(self) -> str:
         return f"<WorkerSetup: {self._listeners}, {self._cgroup}>"
@@ -69,11 +75,6 @@ class WorkerSetup:
         """The directory of the cgroup of the workers; empty without one."""
         return "" if self._cgroup is None else self._cgroup.path
 
-    @property
-    def owner(self) -> tuple[int, int]:
-        """User and group to whom belongs what is made for the workers; -1: of this process."""
-        return self._account.owner
-
     async def open(self) -> None:
         """Bind the sockets, make the cgroup, and look the user up.
 
@@ -82,11 +83,11 @@ class WorkerSetup:
             HostError: this host lacks something.
         """
         limits = self._spec.limits or LimitSpec()
-        self._account = find_account(limits)
+        self.account = find_account(limits)
         self._starter = ExecStarter(self._spec.python)
         self._listeners = self._given
         if self._given is None and self._spec.sockets:
-            self._listeners = Listeners(self._spec.sockets, self.owner)
+            self._listeners = Listeners(self._spec.sockets, self.account.owner)
             await self._listeners.open(self._nproc)
         if limits.cgroup:
             # In a thread: the kernel takes long to move a process.  Its end is waited for, so that
@@ -119,7 +120,7 @@ class WorkerSetup:
         self, spawn: Spawn, spec: ChildSpec, settings: dict[str, str], descriptors: tuple[int, ...]
     ) -> Child:
         assert self._starter is not None, "open() comes first"
-        own = {name: text for name, text in self._account.env.items() if name not in self._spec.env}
+        own = {name: text for name, text in self.account.env.items() if name not in self._spec.env}
         spec = replace(spec, env={**spec.env, **own})
         return await self._starter.start(spawn, spec, settings, descriptors)
 
@@ -130,7 +131,7 @@ class WorkerSetup:
         for name in ("oom_score_adj", "nice", "umask"):
             if (value := getattr(limits, name)) is not None:
                 settings[name] = str(value)
-        return settings | self._account.settings
+        return settings | self.account.settings
 
     def kill(self) -> None:
         """Kill what is in the cgroup: the last step of a stop."""
@@ -157,6 +158,7 @@ class Account(Struct, frozen=True):
 
     @property
     def owner(self) -> tuple[int, int]:
+        """User and group of what is made for the workers; -1: of this process."""
         return int(self.settings.get("user", -1)), int(self.settings.get("group", -1))
 
 
@@ -318,12 +320,10 @@ async def _read_report(reader: int, child: Child) -> bytes:
 
 async def _wait(reader: int, child: Child, timeout: float | None) -> bool:
     """Wait until there is something to read or the child has ended; return False at the timeout."""
-    loop = asyncio.get_running_loop()
-    is_readable: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(reader, set_result_if_pending, is_readable, None)
+    readable = create_task(wait_readable([reader]))
     try:
-        waited: list[asyncio.Future[Any]] = [is_readable, child.exited]
+        waited: list[asyncio.Future[Any]] = [readable, child.exited]
         done, _ = await asyncio.wait(waited, timeout=timeout, return_when="FIRST_COMPLETED")
     finally:
-        loop.remove_reader(reader)
+        await cancel_and_wait([readable])
     return bool(done)

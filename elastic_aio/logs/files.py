@@ -57,11 +57,11 @@ class RunDirectory:
         *,
         is_temporary: bool = False,
         has_logs: bool = True,
-        is_child: bool = False,
+        root: str | None = None,
     ) -> None:
-        """Use an existing directory, perhaps of a child in a tree; `make` creates one."""
+        """Use an existing directory, of a child that of the run too; `make` creates one."""
         self.path = path
-        self._is_child = is_child
+        self._root = root or path
         self._below: list[str] = []  # directories of children, each after that which it is in
         self.job = ""
         """The id that the directories of a job on several nodes share; see `note_job`."""
@@ -74,7 +74,6 @@ class RunDirectory:
         self._lock = -1
         self.unlocked: OSError | None = None
         """Why no lock says that the run goes on: then it removes no run, and no run removes it."""
-        self._root = path  # of the run
         self.owner: tuple[int, int] | None = None
         """User and group of what is made for the workers, if they run as another user."""
         self._node: NodeRecord | None = None
@@ -134,9 +133,7 @@ class RunDirectory:
                 os.mkdir(path)
                 self._below.append(path)
         kind = self._is_temporary
-        made = RunDirectory(path, is_temporary=kind, has_logs=has_logs, is_child=True)
-        made._root = self._root
-        return made
+        return RunDirectory(path, is_temporary=kind, has_logs=has_logs, root=self._root)
 
     def give_to(self, owner: tuple[int, int]) -> None:
         """Let workers that run as another user write in their own directories, and reach them."""
@@ -251,15 +248,15 @@ class RunDirectory:
 
             def open_stream(plan: StreamPlan, own: int) -> int:
                 if plan.path is None:
-                    return self._give_pipe(own) if plan.target is StreamTarget.CONSOLE else devnull
+                    is_console = plan.target is StreamTarget.CONSOLE
+                    return self._give(own, "pipe:") if is_console else devnull
                 if plan.path not in opened:
                     if plan.is_relayed:
-                        relay = relays[plan.path] = self._open_relay(plan)
-                        file = relay.writer
+                        relays[plan.path] = self._open_relay(plan)
+                        opened[plan.path] = relays[plan.path].writer
                     else:
-                        file = self._open_new(plan.path, os.O_WRONLY)
-                    stack.callback(os.close, file)
-                    opened[plan.path] = file
+                        opened[plan.path] = self._open_new(plan.path, os.O_WRONLY)
+                    stack.callback(os.close, opened[plan.path])
                 return opened[plan.path]
 
             try:
@@ -273,15 +270,12 @@ class RunDirectory:
     def _open_relay(self, plan: StreamPlan) -> Relay:
         """Return the relay of a stream, or raise an OSError; a file of the user's is made now."""
         assert plan.path is not None, "a relayed stream has a file"
-        make = (
-            self._make_captured if plan.is_captured else partial(self._open_new, access=os.O_RDWR)
-        )
+        make = self._make_captured if plan.is_captured else self._open_new
         relay = Relay(partial(make, plan.path))
         self._give(relay.writer)
-        if plan.is_captured:
-            return relay
         try:
-            relay.make_file()
+            if not plan.is_captured:
+                relay.make_file()
         except OSError as error:
             if error.errno not in _FULL:
                 os.close(relay.writer)
@@ -297,23 +291,19 @@ class RunDirectory:
         with suppress(FileExistsError):
             self._make(os.path.dirname(path), may_be_full=False)
         self.has_captured = True
-        return self._give(os.open(path, os.O_RDWR | _NEW_FILE, _FILE_MODE))
+        return self._open_new(path)
 
-    def _open_new(self, path: str, access: int) -> int:
-        with suppress(FileNotFoundError):
-            return self._give(os.open(path, access | _NEW_FILE, _FILE_MODE))
+    def _open_new(self, path: str, access: int = os.O_RDWR) -> int:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         return self._give(os.open(path, access | _NEW_FILE, _FILE_MODE))
 
-    def _give_pipe(self, descriptor: int) -> int:
-        """Do as `_give` with an inherited stream; a file or a terminal keeps its owner."""
-        is_pipe = self.owner and os.readlink(f"/proc/self/fd/{descriptor}").startswith("pipe:")
-        return self._give(descriptor) if is_pipe else descriptor
+    def _give(self, descriptor: int, kind: str = "") -> int:
+        """Let the workers open a stream again that they have, as /dev/stdout; return it.
 
-    def _give(self, descriptor: int) -> int:
-        """Let the workers open a stream again that they have, as /dev/stdout; return it."""
-        if self.owner is not None:
-            with suppress(OSError):  # of a file server that lets no root do so
+        Only a pipe that is inherited is theirs (`kind`): a file or a terminal keeps its owner.
+        """
+        with suppress(OSError):  # of a file server that lets no root do so
+            if self.owner and os.readlink(f"/proc/self/fd/{descriptor}").startswith(kind):
                 os.fchown(descriptor, *self.owner)
         return descriptor
 
@@ -389,7 +379,7 @@ class RunDirectory:
         self.tidy()
         if self.path is None or not self._is_temporary:
             return self.path is not None
-        if self._is_child:
+        if self.path != self._root:
             with suppress(OSError):  # removed by another process
                 return bool(os.listdir(self.path))
             return False
@@ -479,13 +469,7 @@ def _make_unique(prefix: str) -> str:
 
 
 def _remove(directory: str) -> None:
-    """Remove a directory as `shutil.rmtree`, whose import takes longer than that of some files."""
-    with suppress(OSError):
-        # Of a named pipe, it would wait for a writer.
-        found = os.fwalk(directory, topdown=False) if os.path.isdir(directory) else ()
-        for _, directories, files, opened in found:
-            for name in (*files, *directories):
-                for remove in (os.unlink, os.rmdir):  # a link to a directory is a link
-                    with suppress(OSError):
-                        remove(name, dir_fd=opened)
-        os.rmdir(directory)
+    import shutil  # takes longer than the removal of some files
+
+    if os.path.isdir(directory):  # of a named pipe, it would wait for a writer
+        shutil.rmtree(directory, ignore_errors=True)

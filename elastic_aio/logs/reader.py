@@ -8,6 +8,7 @@ Files that are read to their ends are watched by inotify: a reader that waits co
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -147,10 +148,10 @@ class LogReader:
         """Keep unfinished lines that have been quiet; return when the next one will have been."""
         if (quiet := self._quiet) is None:
             return None
-        now = asyncio.get_running_loop().time()
-        growing = [log for log in self._waiting if log.is_unfinished]
-        self._lines.extend(log.unfinished_line() for log in growing if log.at + quiet <= now)
-        return min((log.at + quiet for log in growing), default=None)
+        due = asyncio.get_running_loop().time() - quiet
+        self._lines.extend(log.unfinished_line() for log in self._waiting if log.grown_at <= due)
+        until = min((log.grown_at + quiet for log in self._waiting), default=math.inf)
+        return None if until == math.inf else until
 
     def _look_for_more(self) -> None:
         """Make new and ended streams ready."""
@@ -240,8 +241,7 @@ class _OpenLog:
         self.descriptor = -1
         self._splitter = RawSplitter(stream.begin)
         self._missed: int | None = 0
-        self.at = 0.0  # loop time at which it has grown last
-        self._shown = 0  # the end of the unfinished line that was returned last
+        self.grown_at = math.inf  # loop time of the end of an unfinished line, until returned
         if not stream.is_complete:
             # Now: it may be removed when the job ends, which is soon maybe.
             stream.make()
@@ -281,29 +281,22 @@ class _OpenLog:
 
     def _lines_of(self, data: bytes, *, is_last: bool) -> tuple[list[LogLine], bool]:
         start = self._splitter.offset
-        if data:
-            self.at = asyncio.get_running_loop().time()
         if data[:1] == b"\0" and os.lseek(self.descriptor, start, os.SEEK_DATA) > start:
             return [], False  # the first bytes were removed
         status = os.fstat(self.descriptor)
         seen_at = status.st_mtime
         lines = self._split(data, start, seen_at)
+        if data:
+            self.grown_at = asyncio.get_running_loop().time() if self._splitter.held else math.inf
         is_at_end = not data or self._splitter.offset >= status.st_size
         if is_at_end and is_last and (self._splitter.held or self._missed != 0):
             lines.append(self._line(self._splitter.held, seen_at))
             self._splitter.finish()
         return lines, is_at_end
 
-    @property
-    def is_unfinished(self) -> bool:
-        """Whether a line has begun that was not returned as it is now."""
-        return bool(self._splitter.held) and self._shown != self._splitter.offset
-
     def unfinished_line(self) -> LogLine:
-        own, self._shown = self.stream, self._splitter.offset
-        seen_at = os.fstat(self.descriptor).st_mtime
-        raw = self._splitter.held
-        return LogLine(own.rank, own.stream, own.attempt, seen_at, raw, 0, own.child)
+        self.grown_at = math.inf
+        return self._line(self._splitter.held, os.fstat(self.descriptor).st_mtime)
 
     def _gone(self) -> list[LogLine]:
         self.stream.is_complete = True

@@ -7,7 +7,7 @@ import os
 import socket
 import stat
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from msgspec import Struct
 
@@ -105,8 +105,8 @@ class Listeners:
 
     def _bind(self, spec: SocketSpec) -> socket.socket:
         family, address = self._addresses[spec.address]
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
+        with ExitStack() as stack:
+            sock = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if spec.reuse_port:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -114,27 +114,19 @@ class Listeners:
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, address[0] != "::")
             sock.bind(address)
             sock.listen(BACKLOG)
-        except BaseException:  # it does not stay open
-            sock.close()
-            raise
+            stack.pop_all()  # it stays open
         return sock
 
     def _bind_path(self, path: str, mode: int) -> socket.socket:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            try:
-                sock.bind(path)
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE or not _is_stale(path):
-                    raise
+        with ExitStack() as stack:
+            sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            if _is_stale(path):
                 os.unlink(path)
-                sock.bind(path)
+            sock.bind(path)
             self._paths[f"unix://{path}"] = _Path(path, os.stat(path))
             self._set_access(path, mode)  # before it listens: until then no client gets in
             sock.listen(BACKLOG)
-        except BaseException:  # it does not stay open
-            sock.close()
-            raise
+            stack.pop_all()  # it stays open
         return sock
 
     def _set_access(self, path: str, mode: int) -> None:
@@ -168,10 +160,10 @@ def _is_stale(path: str) -> bool:
     The kernel knows the paths of this network namespace (proc_pid_net(5)): a server is not
     disturbed by a connection.
     """
-    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+    if not os.path.lexists(path) or not stat.S_ISSOCK(os.lstat(path).st_mode):
         return False
     with open("/proc/self/net/unix", "rb") as file:
-        rows = [row.split(None, 7) for row in file if row.endswith(b" %s\n" % os.fsencode(path))]
+        rows = [row.split(None, 4) for row in file if row.endswith(b" %s\n" % os.fsencode(path))]
     if any(row[3] == b"00010000" for row in rows):
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:

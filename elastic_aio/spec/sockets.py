@@ -7,13 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from elastic_aio.errors import SpecError
-from elastic_aio.spec.checks import (
-    check_keys,
-    checked_items,
-    checked_mode,
-    checked_text,
-    parse_host_port,
-)
+from elastic_aio.spec import checks
 from elastic_aio.spec.fields import Converted, SpecValue, field, spec_fields
 from elastic_aio.text import os_bytes
 
@@ -27,7 +21,7 @@ _SOCKETS_MAX: Final = 64
 
 
 def _name(name: str, value: object) -> str:
-    text = checked_text(name, value)
+    text = checks.checked_text(name, value)
     if text and not _NAME.fullmatch(text):
         raise SpecError(name, value, "must have 1 to 255 ASCII characters without ':' and space")
     return text
@@ -36,7 +30,7 @@ def _name(name: str, value: object) -> str:
 class SocketSpec(SpecValue, prefix="sockets."):
     """A socket that listens before the first worker starts, and until the last one has ended."""
 
-    address: str = field(check=checked_text, kw_only=False)
+    address: str = field(check=checks.checked_text, kw_only=False)
     """`tcp://HOST:PORT`, with a name or number of this host, or `*` for all of its addresses; or
     `unix:///PATH`."""
     name: str = field(default="", check=_name)
@@ -44,7 +38,7 @@ class SocketSpec(SpecValue, prefix="sockets."):
     reuse_port: bool = field(default=False)
     """Whether each worker has a socket of its own at the same port (SO_REUSEPORT), so that the
     kernel divides the connections; otherwise all workers accept from one socket."""
-    mode: Converted[int, int | str] = field(default=0o666, check=checked_mode)
+    mode: Converted[int, int | str] = field(default=0o666, check=checks.checked_mode)
     """The permissions of the path of a Unix socket, whatever the umask; a text is octal.  The
     default is 0666: any user may connect.  The owner is `limits.user`."""
 
@@ -59,8 +53,7 @@ class SocketSpec(SpecValue, prefix="sockets."):
     @property
     def path(self) -> str | None:
         """The path of a Unix socket; None for a port."""
-        scheme, separator, path = self.address.partition("://")
-        if scheme != "unix" or not separator:
+        if (path := self.address.removeprefix("unix://")) == self.address:
             return None
         if not path.startswith("/") or path.endswith("/"):
             raise SpecError("sockets", self.address, _FORMS)
@@ -72,14 +65,13 @@ class SocketSpec(SpecValue, prefix="sockets."):
     @property
     def host_port(self) -> tuple[str | None, int]:
         """The host, None for all addresses, and the port of a TCP socket."""
-        scheme, separator, where = self.address.partition("://")
-        if scheme != "tcp" or not separator:
+        if (where := self.address.removeprefix("tcp://")) == self.address:
             raise SpecError("sockets", self.address, _FORMS)
         is_any = where.startswith(("*:", ":"))
         if is_any:
             where = f"any{where.removeprefix('*')}"
         try:
-            host, port = parse_host_port("sockets", where)
+            host, port = checks.parse_host_port("sockets", where)
         except SpecError as error:
             raise SpecError("sockets", self.address, error.problem) from None
         return (None if is_any else host), port
@@ -91,7 +83,7 @@ def checked_sockets(name: str, value: object) -> tuple[SocketSpec, ...]:
     Raises:
         SpecError: one has none of these forms, or two have the same address.
     """
-    sockets = tuple(_socket(name, item) for item in checked_items(name, value))
+    sockets = tuple(_socket(name, item) for item in checks.checked_items(name, value))
     addresses = [each.address for each in sockets]
     for address in addresses:
         if addresses.count(address) > 1:
@@ -108,7 +100,7 @@ def _socket(name: str, value: object) -> SocketSpec:
         named = _NAMED.fullmatch(value)
         return SocketSpec(named[2], name=named[1]) if named else SocketSpec(value)
     if isinstance(value, Mapping):
-        check_keys(name, value, spec_fields(SocketSpec))
+        checks.check_keys(name, value, spec_fields(SocketSpec))
         if "address" in value:
             return SocketSpec(**value)
     raise SpecError(name, value, _FORMS)
