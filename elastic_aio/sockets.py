@@ -9,7 +9,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any, Final
 
 from elastic_aio.aio import run_in_thread
@@ -324,13 +324,10 @@ def port_owner(port: int) -> str | None:
 
 def listening_sockets(port: int | None = None) -> dict[str, list[str]]:
     """Return the rows of proc_net_tcp(5) of the sockets that listen, at one port, by inode."""
-    found = {}
-    for table in _TCP_TABLES:
-        # The kernel shows them first, however many connections follow.
-        for row in takewhile(lambda row: row[3] == _TCP_LISTEN, _tcp_rows(table)):
-            if port in (None, int(row[1].rpartition(":")[2], 16)):
-                found[row[9]] = row
-    return found
+    # The kernel shows them first, however many connections follow.
+    tables = (takewhile(lambda row: row[3] == _TCP_LISTEN, _tcp_rows(one)) for one in _TCP_TABLES)
+    rows = chain.from_iterable(tables)
+    return {row[9]: row for row in rows if port in (None, int(row[1].rpartition(":")[2], 16))}
 
 
 def _tcp_rows(table: str) -> Iterator[list[str]]:
@@ -346,11 +343,10 @@ def accepted_inode(own: tuple[Any, ...], peer: tuple[Any, ...]) -> str:
     Empty: no process has accepted it, or has it open any more.  Reads all TCP sockets.
     """
     local, remote = (f"{_shown(host)}:{port:04X}" for host, port, *_ in (peer, own))
-    for table in _TCP_TABLES:
-        for row in _tcp_rows(table):
-            # A socket for both families shows an IPv4 address with a prefix.
-            if row[1].endswith(local) and row[2].endswith(remote):
-                return "" if row[9] == "0" else row[9]
+    for row in chain.from_iterable(map(_tcp_rows, _TCP_TABLES)):
+        # A socket for both families shows an IPv4 address with a prefix.
+        if row[1].endswith(local) and row[2].endswith(remote):
+            return "" if row[9] == "0" else row[9]
     return ""
 
 
@@ -364,13 +360,10 @@ def _shown(host: str) -> str:
 def _process_with(links: set[str]) -> int | None:
     """Return the process with the lowest pid that has one of these descriptors open."""
     for pid in sorted(map(int, filter(str.isdecimal, os.listdir("/proc")))):
-        directory = f"/proc/{pid}/fd"
-        try:
-            for name in os.listdir(directory):
-                if os.readlink(f"{directory}/{name}") in links:
+        with contextlib.suppress(OSError):  # it has exited, or belongs to another user
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                if os.readlink(f"/proc/{pid}/fd/{name}") in links:
                     return pid
-        except OSError:
-            continue  # the process has exited, or belongs to another user
     return None
 
 

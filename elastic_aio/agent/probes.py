@@ -37,16 +37,7 @@ from elastic_aio.process import proc
 from elastic_aio.process.children import Child, ChildExit
 from elastic_aio.process.command_output import CommandOutput
 from elastic_aio.sockets import Address, accepted_inode, listening_sockets, look_up, port_owner
-from elastic_aio.spec.probe import (
-    Exec,
-    Http,
-    LogMatch,
-    PolledProbe,
-    Probe,
-    Tcp,
-    compile_pattern,
-    http_target,
-)
+from elastic_aio.spec import probe as spec
 from elastic_aio.text import ESCAPES, error_reason, one_line
 from elastic_aio.watch.probe_table import ProbeTable, Verdict
 
@@ -82,8 +73,8 @@ class Probes:
 
     def __init__(
         self,
-        ready: Probe | None,
-        alive: PolledProbe | None,
+        ready: spec.Probe | None,
+        alive: spec.PolledProbe | None,
         clock: aio.PausableClock,
         *,
         start_command: Callable[..., Awaitable[Child]],
@@ -120,7 +111,6 @@ class Probes:
         self._reading: asyncio.Task[None] | None = None
         self._lines: dict[int, str] = {}  # the first that matches, by rank
         self._alarm = aio.Alarm(clock, self._on_alarm)
-        self._addresses: dict[tuple[str, int], list[Address]] = {}
         self._lookups: dict[tuple[str, int], asyncio.Task[list[Address]]] = {}
         self._attempt = 0
 
@@ -133,7 +123,7 @@ class Probes:
         self._attempt = attempt
         self._table = ProbeTable(self._ready, self._alive)
         self._foreign.clear()
-        if isinstance(self._ready, Http | Tcp) or isinstance(self._alive, Http | Tcp):
+        if any(isinstance(one, spec.Http | spec.Tcp) for one in (self._ready, self._alive)):
             self._sockets = Sockets(self._sockets.descendants, {*listening_sockets()})
 
     def add(self, record: WorkerRecord) -> None:
@@ -144,7 +134,7 @@ class Probes:
         if record.report is not None and record.report.ready_at is not None:
             self._table.set_ready(local_rank, self._clock.now())
         self._note_line(record)
-        if isinstance(self._ready, LogMatch) and self._reading is None and self._lacks_line():
+        if isinstance(self._ready, spec.LogMatch) and self._reading is None and self._lacks_line():
             self._reading = self._start(self._read_lines(self._ready), "log lines")
         self._set_alarm()
 
@@ -174,12 +164,11 @@ class Probes:
         """End all questions, and wait until their commands are reaped.  Idempotent."""
         self.end()
         await aio.cancel_and_wait([*self._tasks])
-        await aio.cancel_and_wait([*self._lookups.values()])
         ended = aio.when_all_done(self._commands)
         await self._clock.wait_for(ended, seconds=_KILLED_S)
 
-    def _start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = aio.create_task(work, name=name)
+    def _start(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        task: asyncio.Task[Any] = aio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
@@ -195,7 +184,7 @@ class Probes:
             self._questions[local_rank] = self._start(asking, f"probe of local rank {local_rank}")
         self._set_alarm()
 
-    async def _ask(self, local_rank: int, probe: PolledProbe) -> None:
+    async def _ask(self, local_rank: int, probe: spec.PolledProbe) -> None:
         began, answerer = self._clock.now(), Answerer(self._sockets)
         asking = aio.create_task(
             self._answer(local_rank, probe, answerer), name=f"{type(probe).__name__} probe"
@@ -231,16 +220,16 @@ class Probes:
 
     # ------------------------------------------------------------------ questions
 
-    async def _answer(self, local_rank: int, probe: PolledProbe, answerer: Answerer) -> Answer:
+    async def _answer(self, local_rank: int, probe: spec.PolledProbe, answerer: Answerer) -> Answer:
         try:
             match probe:
-                case Http():
+                case spec.Http():
                     return await self._ask_http(probe, local_rank, answerer)
-                case Tcp():
+                case spec.Tcp():
                     with await self._connect(*probe.host_port(local_rank), answerer):
                         await answerer.look(probe.timeout)
                     return answerer.judged(True, "connected")
-                case Exec():
+                case spec.Exec():
                     return await self._ask_command(probe, self._records[local_rank])
         except OSError as error:
             return Answer(None if error.errno in _LACK else False, error_reason(error))
@@ -249,10 +238,7 @@ class Probes:
         raise AssertionError(f"a probe of an unknown kind: {probe!r}")
 
     async def _connect(self, host: str, port: int, answerer: Answerer) -> socket.socket:
-        """Return a connection to the first address of a host that accepts one.
-
-        Raises OSError, or ValueError: a stranger does.
-        """
+        """Return a connection to the first address that accepts one; ValueError: of a stranger."""
         addresses = await self._look_up(host, port)
         loop, failures = asyncio.get_running_loop(), [OSError("it has no address")]
         for family, address in addresses:
@@ -267,23 +253,21 @@ class Probes:
                 else:
                     stack.pop_all()
                     return sock
-        self._addresses.pop((host, port), None)  # a name may get another one
+        self._lookups.pop((host, port), None)  # a name may get another one
         # A host without IPv6 lacks the second address of "localhost": the first has answered.
         raise max(reversed(failures[1:] or failures), key=lambda one: one.errno not in _LACK)
 
     async def _look_up(self, host: str, port: int) -> list[Address]:
         """Return the addresses of a host; a name server is asked once for all questions."""
-        key = host, port
-        if (addresses := self._addresses.get(key)) is None:
+        asking = self._lookups.get((host, port))
+        if asking is None or (asking.done() and asking.exception()):
             # Its thread outlives a question: a further one for each question would pile up.
-            if (asking := self._lookups.get(key)) is None or asking.done():
-                asking = self._lookups[key] = aio.create_task(look_up(host, port), name="look-up")
-            await asyncio.wait([asking])
-            addresses = self._addresses[key] = asking.result()
-        return addresses
+            asking = self._lookups[host, port] = self._start(look_up(host, port), "look-up")
+        await asyncio.wait([asking])
+        return asking.result()
 
-    async def _ask_http(self, probe: Http, local_rank: int, answerer: Answerer) -> Answer:
-        target = http_target(probe, local_rank)
+    async def _ask_http(self, probe: spec.Http, local_rank: int, answerer: Answerer) -> Answer:
+        target = spec.http_target(probe, local_rank)
         sock = await self._connect(target.host, target.port, answerer)
         tls = {"ssl": self._tls, "server_hostname": target.host} if target.is_tls else {}
         # The socket is the loop's from now on, which closes it if the handshake fails.
@@ -313,7 +297,7 @@ class Probes:
         context.verify_mode = ssl.CERT_NONE
         return context
 
-    async def _ask_command(self, probe: Exec, record: WorkerRecord) -> Answer:
+    async def _ask_command(self, probe: spec.Exec, record: WorkerRecord) -> Answer:
         local_rank = record.ranks.local_rank
         child: Child | None = None
 
@@ -330,19 +314,20 @@ class Probes:
                 assert child is not None, "it has been started"
                 output.writer.close()
                 await asyncio.wait([child.exited])
-            except SpawnError as error:
-                return Answer(False if error.permanent else None, one_line(str(error), _TEXT_MAX))
-            except HostError as error:
-                return Answer(None, one_line(str(error), _TEXT_MAX))
+            except (SpawnError, HostError) as error:
+                is_lasting = isinstance(error, SpawnError) and error.permanent
+                return Answer(False if is_lasting else None, one_line(str(error), _TEXT_MAX))
             finally:
-                if child is not None:
-                    _kill_group(child)
+                # While it is not reaped, no other group has its number; in a fork it is not ours.
+                if child is not None and child.send_signal(signal.SIGKILL):
+                    with suppress(OSError):
+                        os.killpg(child.pid, signal.SIGKILL)  # it leads its group
             status, last = child.exited.result().status, output.last_line()
         return Answer(status.is_success, f"{status}: {last}" if last else str(status))
 
-    async def _read_lines(self, probe: LogMatch) -> None:
+    async def _read_lines(self, probe: spec.LogMatch) -> None:
         """Look for the line of each worker, until all have been found."""
-        pattern, attempt = compile_pattern(probe.pattern), self._attempt
+        pattern, attempt = spec.compile_pattern(probe.pattern), self._attempt
         reader = LogReader(
             self._logged,
             lambda one: one.attempt == attempt and one.is_one_of(None, probe.streams),
@@ -380,10 +365,7 @@ def _plain(raw: bytes) -> bytes:
 
 
 async def _read_status(reader: asyncio.StreamReader) -> int:
-    """Return the status of an answer, which is final: its headers and body change nothing.
-
-    Raises ValueError or OSError.
-    """
+    """Return the status of an answer: nothing after it counts.  ValueError: it has none."""
     while True:
         line = await _read_line(reader)
         words = line.split(None, 2)
@@ -400,14 +382,6 @@ async def _read_line(reader: asyncio.StreamReader) -> bytes:
     with suppress(ValueError):  # it is longer than the limit of the reader
         return await reader.readline()
     raise ValueError(f"the head of the answer has more than {_HEAD_MAX} bytes")
-
-
-def _kill_group(child: Child) -> None:
-    """Kill a command that still runs, with its process group, which it leads."""
-    # While it is not reaped, its number is that of no other group; in a fork it is not ours.
-    if child.send_signal(signal.SIGKILL):
-        with suppress(OSError):
-            os.killpg(child.pid, signal.SIGKILL)
 
 
 # ------------------------------------------------------------- which process answers at a port

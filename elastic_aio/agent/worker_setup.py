@@ -18,23 +18,11 @@ from typing import Any, Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elastic_aio.aio import (
-    cancel_and_wait,
-    create_task,
-    run_in_thread,
-    run_shielded,
-    wait_readable,
-)
+from elastic_aio import aio
 from elastic_aio.errors import HostError, SpawnError, SpecError
-from elastic_aio.process import exec_main
+from elastic_aio.process import children, exec_main
 from elastic_aio.process.cgroups import Cgroup
-from elastic_aio.process.children import (
-    Child,
-    ChildSpec,
-    check_directory,
-    check_program,
-    spawn_error,
-)
+from elastic_aio.process.children import Child, ChildSpec
 from elastic_aio.process.listeners import Listeners
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.limits import LimitSpec
@@ -92,7 +80,9 @@ class WorkerSetup:
         if limits.cgroup:
             # In a thread: the kernel takes long to move a process.  Its end is waited for, so that
             # what it has made is known.
-            await run_shielded(lambda: run_in_thread(self._make_cgroup, limits, daemon=True))
+            await aio.run_shielded(
+                lambda: aio.run_in_thread(self._make_cgroup, limits, daemon=True)
+            )
 
     def _make_cgroup(self, limits: LimitSpec) -> None:
         self._cgroup = self._cgroup or Cgroup.make(limits.cgroup)
@@ -173,30 +163,24 @@ def find_account(limits: LimitSpec) -> Account:
             uid = user.pw_uid
     except KeyError:
         if isinstance(uid, str) or gid is None:
-            problem = "is no user of this host" + (
-                "" if isinstance(uid, str) else ": needs a group"
-            )
-            raise SpecError("limits.user", uid, problem) from None
+            needs = "" if isinstance(uid, str) else ": needs a group"
+            raise SpecError("limits.user", uid, f"is no user of this host{needs}") from None
     try:
         if isinstance(gid, str):
             gid = grp.getgrnam(gid).gr_gid
     except KeyError:
         raise SpecError("limits.group", gid, "is no group of this host") from None
-    if user is None:
-        assert gid is not None, "a user without an entry needs a group"
-        return Account(_account_settings(uid, gid, [gid]))
-    gid = user.pw_gid if gid is None else gid
-    groups = os.getgrouplist(user.pw_name, gid)
-    env = {"HOME": user.pw_dir, "USER": user.pw_name, "LOGNAME": user.pw_name}
-    return Account(_account_settings(uid, gid, groups), env)
-
-
-def _account_settings(uid: int | None, gid: int, groups: list[int]) -> dict[str, str]:
+    env: dict[str, str] = {}
+    if user is not None:
+        env = {"HOME": user.pw_dir, "USER": user.pw_name, "LOGNAME": user.pw_name}
+        gid = user.pw_gid if gid is None else gid
+    assert gid is not None, "a user without an entry needs a group"
+    groups = [gid] if user is None else os.getgrouplist(user.pw_name, gid)
     # Without a privilege the kernel refuses even what changes nothing: setgroups(2).
     if os.geteuid() and uid in (None, os.geteuid()) and gid == os.getegid():
-        return {}
+        return Account({}, env)
     settings = {"groups": ",".join(map(str, groups)), "group": str(gid)}
-    return settings if uid is None else {**settings, "user": str(uid)}
+    return Account(settings if uid is None else {**settings, "user": str(uid)}, env)
 
 
 # ------------------------------------------------------------------- an exec by way of another
@@ -246,8 +230,8 @@ class ExecStarter:
         Raises:
             SpawnError: the program cannot be executed, or a setting be made; it names that one.
         """
-        check_directory(spec)
-        check_program(spec)
+        children.check_directory(spec)
+        children.check_program(spec)
         taken = range(exec_main.FIRST, exec_main.FIRST + len(descriptors))
         if clash := set(taken) & set(spec.pass_fds):
             problem = f"sockets: descriptor {min(clash)} is in use by this program"
@@ -257,7 +241,7 @@ class ExecStarter:
         try:
             reader, writer = os.pipe2(os.O_CLOEXEC)
         except OSError as error:
-            raise spawn_error(error, spec) from error
+            raise children.spawn_error(error, spec) from error
         try:
             try:
                 words = exec_main.format_words(settings, writer, spec.argv)
@@ -286,7 +270,7 @@ class ExecStarter:
         field, number = refused
         error = OSError(number, os.strerror(number))
         if field == exec_main.EXEC:
-            raise spawn_error(error, spec)
+            raise children.spawn_error(error, spec)
         if field == "groups":  # of the user, or else of the group alone
             field = "user" if "user" in settings else "group"
         message = f"{_FIELDS.get(field, f'limits.{field}')}: {error_reason(error)}"
@@ -320,10 +304,10 @@ async def _read_report(reader: int, child: Child) -> bytes:
 
 async def _wait(reader: int, child: Child, timeout: float | None) -> bool:
     """Wait until there is something to read or the child has ended; return False at the timeout."""
-    readable = create_task(wait_readable([reader]))
+    readable = aio.create_task(aio.wait_readable([reader]))
     try:
         waited: list[asyncio.Future[Any]] = [readable, child.exited]
         done, _ = await asyncio.wait(waited, timeout=timeout, return_when="FIRST_COMPLETED")
     finally:
-        await cancel_and_wait([readable])
+        await aio.cancel_and_wait([readable])
     return bool(done)

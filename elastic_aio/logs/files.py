@@ -15,14 +15,7 @@ from functools import partial
 from msgspec import Struct
 
 from elastic_aio.errors import HostError, SpecError
-from elastic_aio.logs.paths import (
-    NodeRecord,
-    StreamPlan,
-    StreamTarget,
-    WorkerLogs,
-    attempt_directory,
-    run_prefix,
-)
+from elastic_aio.logs import paths
 from elastic_aio.logs.relay import Relay
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.text import error_reason
@@ -76,7 +69,7 @@ class RunDirectory:
         """Why no lock says that the run goes on: then it removes no run, and no run removes it."""
         self.owner: tuple[int, int] | None = None
         """User and group of what is made for the workers, if they run as another user."""
-        self._node: NodeRecord | None = None
+        self._node: paths.NodeRecord | None = None
 
     def __repr__(self) -> str:
         return f"<RunDirectory {self.path}{', temporary' if self._is_temporary else ''}>"
@@ -97,7 +90,7 @@ class RunDirectory:
             try:
                 parent = os.path.abspath(spec.log_dir)
                 os.makedirs(parent, exist_ok=True)
-                directory = cls(_make_below(parent, run_prefix(run_id, host)))
+                directory = cls(_make_below(parent, paths.run_prefix(run_id, host)))
                 if spec.keep_runs is not None:
                     directory.lock()
                 return directory
@@ -107,7 +100,7 @@ class RunDirectory:
                 raise SpecError("logs.log_dir", spec.log_dir, problem) from error
         has_logs = not (spec.redirects.is_empty and spec.tee.is_empty)
         try:
-            path = _make_unique(f"elastic_aio_{run_prefix(run_id, host)}")
+            path = _make_unique(f"elastic_aio_{paths.run_prefix(run_id, host)}")
         except OSError as error:
             if not has_logs:
                 return cls(None)
@@ -182,7 +175,7 @@ class RunDirectory:
                 os.ftruncate(self._lock, 0)
                 os.pwrite(self._lock, os.fsencode(job), 0)
 
-    def note_node(self, node: NodeRecord) -> None:
+    def note_node(self, node: paths.NodeRecord) -> None:
         """Note which node this is, in a directory that several nodes may share."""
         if self.path is None or self._is_temporary or node == self._node:
             return
@@ -203,7 +196,7 @@ class RunDirectory:
         """
         if self.path is not None:
             self._left, self._created = [*self._left, *self._created], []
-            self._make(attempt_directory(self.path, attempt), may_be_full=may_be_full)
+            self._make(paths.attempt_directory(self.path, attempt), may_be_full=may_be_full)
 
     def _make(self, directory: str, *, may_be_full: bool, is_own: bool = False) -> None:
         try:
@@ -228,7 +221,7 @@ class RunDirectory:
 
     @contextmanager
     def open_streams(
-        self, logs: WorkerLogs, inherited: tuple[int, int], devnull: int
+        self, logs: paths.WorkerLogs, inherited: tuple[int, int], devnull: int
     ) -> Iterator[OpenStreams]:
         """Create a worker's directory and open its streams; a context that closes them.
 
@@ -238,17 +231,16 @@ class RunDirectory:
         Raises:
             OSError: a directory or file cannot be created.
         """
-        plans = (logs.stdout, logs.stderr)
         if logs.directory is not None:
-            may_be_full = any(plan.is_relayed for plan in plans)
+            may_be_full = logs.stdout.is_relayed or logs.stderr.is_relayed
             self._make(logs.directory, may_be_full=may_be_full, is_own=True)
         relays: dict[str, Relay] = {}
         opened: dict[str, int] = {}  # by path: two streams may be one
         with ExitStack() as stack:
 
-            def open_stream(plan: StreamPlan, own: int) -> int:
+            def open_stream(plan: paths.StreamPlan, own: int) -> int:
                 if plan.path is None:
-                    is_console = plan.target is StreamTarget.CONSOLE
+                    is_console = plan.target is paths.StreamTarget.CONSOLE
                     return self._give(own, "pipe:") if is_console else devnull
                 if plan.path not in opened:
                     if plan.is_relayed:
@@ -267,7 +259,7 @@ class RunDirectory:
                 for relay in relays.values():
                     relay.close()
 
-    def _open_relay(self, plan: StreamPlan) -> Relay:
+    def _open_relay(self, plan: paths.StreamPlan) -> Relay:
         """Return the relay of a stream, or raise an OSError; a file of the user's is made now."""
         assert plan.path is not None, "a relayed stream has a file"
         make = self._make_captured if plan.is_captured else self._open_new
@@ -308,18 +300,18 @@ class RunDirectory:
         return descriptor
 
     def remove_files(
-        self, paths: Callable[[int, int], Iterable[str]], attempts: Container[int]
+        self, find: Callable[[int, int], Iterable[str]], attempts: Container[int]
     ) -> None:
         """Remove some files of each worker of some attempts; blocks.
 
-        `paths` returns them by attempt and local rank.  Empty directories stay below a directory
+        `find` returns paths by attempt and local rank.  Empty directories stay below a directory
         that the user has named, as torchrun's do.
         """
         if self.path is None:
             return
         for attempt, directory in _numbered(self.path, "attempt_"):
             for local_rank, own in _numbered(directory) if attempt in attempts else ():
-                for path in paths(attempt, local_rank):
+                for path in find(attempt, local_rank):
                     with suppress(OSError):  # it was not made
                         os.unlink(path)
                 self._remove_temporary(own)

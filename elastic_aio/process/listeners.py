@@ -163,9 +163,8 @@ def _is_stale(path: str) -> bool:
     if not os.path.lexists(path) or not stat.S_ISSOCK(os.lstat(path).st_mode):
         return False
     with open("/proc/self/net/unix", "rb") as file:
-        rows = [row.split(None, 4) for row in file if row.endswith(b" %s\n" % os.fsencode(path))]
-    if any(row[3] == b"00010000" for row in rows):
-        return False
+        if any(b" 00010000 " in row and row.endswith(b" %s\n" % os.fsencode(path)) for row in file):
+            return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.setblocking(False)
         return client.connect_ex(path) == errno.ECONNREFUSED

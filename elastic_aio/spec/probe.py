@@ -8,7 +8,7 @@ again (`PolledProbe`).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, Literal
 
@@ -220,12 +220,7 @@ def compile_pattern(pattern: str) -> re.Pattern[bytes]:
     return re.compile(os_bytes(pattern), re.MULTILINE)
 
 
-KINDS: Final[Mapping[str, Callable[..., Probe]]] = {
-    "http": Http,
-    "tcp": Tcp,
-    "exec": Exec,
-    "log": LogMatch,
-}
+KINDS: Final[Mapping[str, Any]] = {"http": Http, "tcp": Tcp, "exec": Exec, "log": LogMatch}
 """Probes by their key in a table."""
 
 
@@ -245,9 +240,10 @@ def checked_probe(name: str, value: object) -> Probe:
             kind, rest = "http", value
         if colon and kind in KINDS:
             try:
-                return KINDS[kind](rest.removeprefix("//") if kind == "tcp" else rest)
+                probe: Probe = KINDS[kind](rest.removeprefix("//") if kind == "tcp" else rest)
             except SpecError as error:
                 raise SpecError(name, value, error.problem) from None
+            return probe
     if isinstance(value, Mapping):
         return _from_table(name, value)
     raise SpecError(name, value, _ACCEPTED)
@@ -268,7 +264,7 @@ def _from_table(name: str, table: Mapping[Any, Any]) -> Probe:
     if len(kinds) != 1:
         raise SpecError(name, table, _ACCEPTED)
     settings = {key: value for key, value in table.items() if key != kinds[0]}
-    make: Any = KINDS[kinds[0]]
+    make = KINDS[kinds[0]]
     # The positional field stands under the name of the probe.
     known = [key for key, one in spec_fields(make).items() if not one.is_positional]
     checks.check_keys(name, settings, [kinds[0], *known])
