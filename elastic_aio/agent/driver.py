@@ -24,14 +24,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from signal import SIGCONT, SIGSTOP
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from msgspec.structs import replace
 
 from elastic_aio import aio
 from elastic_aio.agent import machine
 from elastic_aio.agent.event_log import EventWriter
-from elastic_aio.agent.failures import WorkerRecord
 from elastic_aio.agent.logs import JobOutput
 from elastic_aio.agent.preflight import check_start
 from elastic_aio.agent.runtime import LocalRuntime
@@ -49,7 +48,6 @@ from elastic_aio.outcome import (
 )
 from elastic_aio.process.children import ChildExit
 from elastic_aio.process.proc import ended_by_default
-from elastic_aio.process.tree import Survivor
 from elastic_aio.ranks import NodeSize, assign_node_ranks
 from elastic_aio.spec.restart import DECIDE_TIMEOUT, Decide, RestartAction, why_undecided
 from elastic_aio.spec.stop import StopPlan
@@ -60,58 +58,9 @@ if TYPE_CHECKING:
     from elastic_aio.stacks import StackDump
 
 _SHUTDOWN = "the event loop is shutting down"
-
+KILLED = machine.StopReceived("an immediate stop was requested")
 _QUIET_S = 1.0  # from the start of the workers to a look around
 _ATTEMPTS_MAX = 100  # of a result: a job may restart for months
-
-
-class Group(Protocol):
-    """The workers of one attempt, as a driver needs them (see `WorkerGroup`)."""
-
-    attempt: int
-    records: dict[int, WorkerRecord]
-    ran_until: float | None
-
-    @property
-    def ready_at(self) -> float | None:
-        """When all workers with a `ready` were; None without a `ready`."""
-
-    @property
-    def first_success(self) -> tuple[int, float] | None:
-        """Rank of the first worker that exited with 0 by itself, and when."""
-
-    @property
-    def has_failed_to_stop(self) -> bool:
-        """Whether a worker has failed by itself while it was stopped, as by a save."""
-
-    async def start(self) -> None:
-        """Start all workers."""
-
-    def begin_stop(self, plan: StopPlan) -> None:
-        """Send the first signal of a plan."""
-
-    def announce_stop(
-        self, plan: StopPlan, reason: str, signal: int | None = None, *, is_ordered: bool = False
-    ) -> None:
-        """Publish why a stop begins."""
-
-    async def stop(self, plan: StopPlan, *, leftovers_only: bool = False) -> list[Survivor]:
-        """Stop every process of the attempt, and close the group."""
-
-    async def stop_processes(self, plan: StopPlan) -> list[Survivor]:
-        """Stop every process of the attempt."""
-
-    def end_linger(self, stop: machine.StopReceived | None = None) -> None:
-        """Wait no longer for what workers have left behind."""
-
-    async def close(self) -> None:
-        """Finish the logs."""
-
-    async def result(self) -> AttemptResult:
-        """Return what became of the group."""
-
-    def with_reports(self, status: JobStatus) -> JobStatus:
-        """Add what the workers have reported to a status."""
 
 
 class BaseDriver(ABC):
@@ -123,7 +72,11 @@ class BaseDriver(ABC):
     unless another job of this program has looked.
     """
 
-    def __init__(self, spec: AnySpec, run_id: str, event_log: EventWriter) -> None:
+    _machine: Any  # of a kind that each driver knows
+
+    def __init__(
+        self, spec: AnySpec, run_id: str, event_log: EventWriter, clock: aio.PausableClock
+    ) -> None:
         self._fork = aio.ForkGuard()
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.outcome: JobOutcome | None = None
@@ -139,6 +92,7 @@ class BaseDriver(ABC):
         self._spec = spec
         self._run_id = run_id
         self._event_log = event_log
+        self._clock = clock
         self._inputs: deque[Any] = deque()
         self._is_handling = False
         self._is_broken = False
@@ -221,15 +175,20 @@ class BaseDriver(ABC):
         for leaf in self.leaves:
             leaf.check_restart()
 
-    @abstractmethod
     def request_preemption(self, reason: str, seconds: float | None = None) -> bool:
         """Give notice of a preemption in so many seconds, by default the spec's.
 
         Return whether it counts (see `AgentMachine.accepts`).
         """
+        left = self._spec.preemption.deadline if seconds is None else seconds
+        now = self._clock.now()
+        notice = machine.PreemptionReceived(reason, aio.wall_clock() + left, left, now + left)
+        is_accepted: bool = self._machine.accepts(notice)
+        self.receive(notice)
+        return is_accepted
 
     @abstractmethod
-    def kill(self, reason: str = "", stop: machine.StopReceived | None = None) -> None:
+    def kill(self, reason: str = "", stop: machine.StopReceived = KILLED) -> None:
         """Shorten every stop to SIGKILL because of `reason`, and end the job by `stop`."""
 
     @abstractmethod
@@ -419,10 +378,10 @@ class Driver(BaseDriver):
     def __init__(
         self, runtime: LocalRuntime, decides: machine.AgentMachine, event_log: EventWriter
     ) -> None:
-        super().__init__(runtime.spec, runtime.run_id, event_log)
-        self.group: Group | None = None
+        super().__init__(runtime.spec, runtime.run_id, event_log, runtime.clock)
+        self.group: WorkerGroup | None = None
         self._runtime = runtime
-        self._machine = decides
+        self._machine: machine.AgentMachine = decides
         self._attempts: deque[AttemptResult] = deque(maxlen=_ATTEMPTS_MAX)
         self._sound: list[int] = []  # attempts without a failure
         self._began = runtime.clock.now()
@@ -461,7 +420,7 @@ class Driver(BaseDriver):
         return self
 
     def skip(self, seconds: float) -> None:
-        self._runtime.clock.skip(seconds)
+        self._clock.skip(seconds)
 
     @property
     def ran_for(self) -> float:
@@ -470,7 +429,7 @@ class Driver(BaseDriver):
     @property
     def since_end(self) -> float:
         ran_until = None if self.group is None else self.group.ran_until
-        return 0.0 if ran_until is None else self._runtime.clock.now() - ran_until
+        return 0.0 if ran_until is None else self._clock.now() - ran_until
 
     @property
     def has_progress(self) -> bool:
@@ -484,7 +443,6 @@ class Driver(BaseDriver):
         )
 
     async def open(self) -> None:
-        """Open the runtime and start the job, or raise SpecError or HostError."""
         await self._runtime.open()
         spec = self._runtime.spec
         self._event_log.append(
@@ -518,23 +476,12 @@ class Driver(BaseDriver):
     def check_restart(self) -> None:
         self._runtime.entrypoint.check_further()
 
-    def request_preemption(self, reason: str, seconds: float | None = None) -> bool:
-        left = self._runtime.spec.preemption.deadline if seconds is None else seconds
-        now = self._runtime.clock.now()
-        notice = machine.PreemptionReceived(reason, aio.wall_clock() + left, left, now + left)
-        is_accepted = self._machine.accepts(notice)
-        self.receive(notice)
-        return is_accepted
-
-    def kill(self, reason: str = "", stop: machine.StopReceived | None = None) -> None:
-        """Shorten every stop to SIGKILL because of `reason`, and end the job by `stop`."""
-        stop = stop or machine.StopReceived("an immediate stop was requested")
+    def kill(self, reason: str = "", stop: machine.StopReceived = KILLED) -> None:
         # First: a stop that begins sends its first signal at once.
         self._runtime.tree.escalate_to_kill(reason or stop.reason)
         self.receive(stop)
 
     def forward(self, signal: int, *, is_for_all: bool) -> None:
-        """Send a signal that this process has received to the workers that handle it, or to all."""
         pids, others = self._runtime.tree.forward(signal)
         if is_for_all:
             for pid in others:
@@ -542,7 +489,6 @@ class Driver(BaseDriver):
         self._on_forwarded(signal, pids, others)
 
     def send(self, signal: int, pid: int | None = None) -> tuple[int, ...]:
-        """Send a signal to the leader of each live worker, or to one; return their pids."""
         records = () if self.group is None else self.group.records.values()
         workers = [record.pid for record in records if pid in (None, record.pid)]
         unhandled = ended_by_default(workers, signal)
@@ -661,7 +607,7 @@ class Driver(BaseDriver):
 
     # --------------------------------------------------------------- effects
 
-    def _make_group(self, effect: machine.StartGroup) -> Group:
+    def _make_group(self, effect: machine.StartGroup) -> WorkerGroup:
         placement, nproc = effect.placement, self._runtime.nproc
         if placement is None:
             (node,) = assign_node_ranks([NodeSize(self._runtime.spec.role, nproc)])
@@ -685,7 +631,7 @@ class Driver(BaseDriver):
         )
 
     @property
-    def _current_group(self) -> Group:
+    def _current_group(self) -> WorkerGroup:
         assert self.group is not None, "the state machine starts a group first"
         return self.group
 
@@ -703,7 +649,7 @@ class Driver(BaseDriver):
             self.finds_lost_jobs = False
             finding = aio.create_task(self._find_lost_jobs(), name="find lost jobs")
             self.done.add_done_callback(lambda _: finding.cancel())
-        return machine.GroupStarted(effect.attempt, self._runtime.clock.now())
+        return machine.GroupStarted(effect.attempt, self._clock.now())
 
     async def _find_lost_jobs(self) -> None:
         await asyncio.sleep(_QUIET_S)  # the workers start, and need the CPUs
@@ -724,7 +670,7 @@ class Driver(BaseDriver):
         self._attempts.append(result)
         if not (result.failures or group.has_failed_to_stop):
             self._sound.append(result.number)
-        now = self._runtime.clock.now()
+        now = self._clock.now()
         return machine.GroupStopped(
             effect.attempt,
             now,
@@ -740,7 +686,7 @@ class Driver(BaseDriver):
         assert decide is not None, "the state machine asks only if there is a callback"
         deciding = aio.create_task(call_decide(decide, effect.failure), name="restart.decide")
         try:
-            await self._runtime.clock.wait_for(deciding, seconds=DECIDE_TIMEOUT)
+            await self._clock.wait_for(deciding, seconds=DECIDE_TIMEOUT)
         finally:
             deciding.cancel()  # not waited for: the callback is the user's
         if not deciding.done():
@@ -751,7 +697,7 @@ class Driver(BaseDriver):
         return machine.DecisionFailed(effect.attempt, why_undecided(decision), decision)
 
     async def _back_off(self, effect: machine.BackOff) -> machine.Input:
-        await self._runtime.clock.sleep(effect.delay)
+        await self._clock.sleep(effect.delay)
         return machine.BackoffElapsed(effect.attempt)
 
     async def _finish(self, effect: machine.Finish) -> None:
@@ -762,7 +708,7 @@ class Driver(BaseDriver):
         if outcome.state is not JobState.FAILED:
             await self.output.remove_captured(self._sound)
         has_logs = await self._runtime.close()
-        duration = self._runtime.clock.now() - self._began
+        duration = self._clock.now() - self._began
         goodput = self._event_log.tracker.goodput(time.time())
         result = make_result(
             self._runtime.run_id,

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from msgspec.structs import replace
 
 from elastic_aio.agent import machine
-from elastic_aio.agent.driver import Driver, call_decide
+from elastic_aio.agent.driver import KILLED, Driver, call_decide
 from elastic_aio.agent.event_log import EventWriter
 from elastic_aio.agent.multi_node import MultiNodeMachine
 from elastic_aio.agent.runtime import LocalRuntime
@@ -140,14 +140,13 @@ class MultiNodeDriver(Driver):
     def request_preemption(self, reason: str, seconds: float | None = None) -> bool:
         return super().request_preemption(f"{reason} (on {self._runtime.host})", seconds)
 
-    def kill(self, reason: str = "", stop: machine.StopReceived | None = None) -> None:
+    def kill(self, reason: str = "", stop: machine.StopReceived = KILLED) -> None:
         """Shorten every stop to SIGKILL, wait for no other node, and end the job."""
         super().kill(reason, stop)
         if self._staying is not None:
             self._staying.cancel()
         if self._leaving is not None and not self._leaving.done():
-            why = "an immediate stop was requested"
-            self._run(machine.Leave(why), self.rendezvous.leave(why))
+            self._run(machine.Leave(KILLED.reason), self.rendezvous.leave(KILLED.reason))
 
     # --------------------------------------------------------------- effects
 

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from elastic_aio import events
 from elastic_aio.agent import supervisor
-from elastic_aio.agent.driver import BaseDriver, Driver
+from elastic_aio.agent.driver import KILLED, BaseDriver, Driver
 from elastic_aio.agent.event_log import EventLog, EventWriter
 from elastic_aio.agent.leaf import LeafPlace
 from elastic_aio.agent.machine import (
@@ -69,7 +69,6 @@ if TYPE_CHECKING:
 # Of a `JobStarted`, which begins each start of a child.
 _OF_START = ("entrypoint", "nproc_per_node", "max_restarts", "log_dir", "role", "children")
 _ATTEMPTS_MAX = 100  # of a child's result, over all its starts
-_KILLED = "an immediate stop was requested"
 
 
 def joined(path: str, name: str) -> str:
@@ -352,15 +351,15 @@ class SupervisorDriver(BaseDriver):
         on_ready: Callable[[bool], None] | None = None,
     ) -> None:
         log = ChildLog(parts.event_log, path, generation) if parent else parts.event_log
-        super().__init__(spec, parts.run_id, log)
+        super().__init__(spec, parts.run_id, log, PausableClock())
         self._parts = parts
         self._path = path
         self._nproc = nproc
         self._parent = parent
         self._on_ready = on_ready
-        self._clock = PausableClock()
-        supervised = group.outermost_group(spec) if parent is None else spec
-        self._machine = supervisor.SupervisorMachine(supervised, random, nproc)
+        own = group.outermost_group(spec) if parent is None else spec
+        machine = supervisor.SupervisorMachine(own, random, nproc)
+        self._machine: supervisor.SupervisorMachine = machine
         self._starts: dict[tuple[str, int], _Start] = {}
         self._timers: dict[str, asyncio.Task[Any]] = {}
         self._results: dict[str, LaunchResult] = {}
@@ -567,16 +566,7 @@ class SupervisorDriver(BaseDriver):
     def request_restart(self, reason: str) -> None:
         self.request(supervisor.ChildRestartReceived("", reason))
 
-    def request_preemption(self, reason: str, seconds: float | None = None) -> bool:
-        left = self._spec.preemption.deadline if seconds is None else seconds
-        now = self._clock.now()
-        notice = PreemptionReceived(reason, wall_clock() + left, left, now + left)
-        is_accepted = self._machine.accepts(notice)
-        self.receive(notice)
-        return is_accepted
-
-    def kill(self, reason: str = "", stop: StopReceived | None = None) -> None:
-        stop = stop or StopReceived(_KILLED)
+    def kill(self, reason: str = "", stop: StopReceived = KILLED) -> None:
         for start in [*self._starts.values()]:
             start.request(lambda driver: driver.kill(reason, stop))
         self.receive(stop)
@@ -943,21 +933,15 @@ class SupervisorDriver(BaseDriver):
         return self._clock.now() - self._machine.ending_at
 
 
-def _change(effect: supervisor.ChildEffect, driver: BaseDriver) -> None:
+def _change(effect: Any, driver: BaseDriver) -> None:
     """Perform an effect on a child that is open."""
-    match effect:
-        case supervisor.StopChild(stop=stop) if (
-            stop.signal == SIGKILL
-        ):  # also if a slower stop has begun
-            driver.kill(stop.reason, stop)
-        case supervisor.StopChild():
-            driver.receive(effect.stop)
-        case supervisor.AskChild(
-            request=PreemptionReceived() as notice
-        ):  # by the clock of the child
-            driver.request_preemption(notice.reason, max(0.0, notice.until - wall_clock()))
-        case supervisor.AskChild():
-            driver.receive(effect.request)
+    asked = effect.stop if isinstance(effect, supervisor.StopChild) else effect.request
+    if isinstance(asked, StopReceived) and asked.signal == SIGKILL:  # a slower stop may have begun
+        driver.kill(asked.reason, asked)
+    elif isinstance(asked, PreemptionReceived):  # by the clock of the child
+        driver.request_preemption(asked.reason, max(0.0, asked.until - wall_clock()))
+    else:
+        driver.receive(asked)
 
 
 def _keeps_logs(spec: group.AnySpec) -> bool:

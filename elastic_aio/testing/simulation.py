@@ -18,7 +18,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from elastic_aio.agent import machine
-from elastic_aio.agent.driver import Group
 from elastic_aio.agent.event_log import EventLog
 from elastic_aio.agent.failures import WorkerRecord
 from elastic_aio.agent.multi_node_driver import MultiNodeDriver
@@ -137,7 +136,7 @@ class SimDriver(MultiNodeDriver):
                     self.checker.on_excluded(self.node, seconds)
             self.checker.on_event(self.node, event)
 
-    def _make_group(self, effect: machine.StartGroup) -> Group:
+    def _make_group(self, effect: machine.StartGroup) -> Any:
         assert effect.placement is not None
         group = SimGroup(self, self._runtime, effect.attempt, effect.placement)
         self.node.end = group.end
@@ -185,7 +184,7 @@ class SimMasterPorts(MasterPorts):
 
 
 class SimGroup:
-    """The workers of one attempt, which behave as the simulation says (see `Group`)."""
+    """The workers of one attempt, which behave as the simulation says (see `WorkerGroup`)."""
 
     def __init__(
         self, driver: SimDriver, runtime: LocalRuntime, attempt: int, placement: base.Placement
