@@ -18,6 +18,7 @@ from elastic_aio.agent.machine import SingleNodeMachine, StopReceived
 from elastic_aio.agent.preflight import (
     check_file_size,
     check_main_guard,
+    check_start,
     hostname,
     resolve_nproc,
 )
@@ -430,7 +431,7 @@ class Agent:
         """
         driver = self._started_driver
         if isinstance(driver, Driver) and not child and spec is None:
-            await driver.check_reload()
+            await check_start(self.spec)
             return await self.restart("a reload was requested")
         if spec is not None and spec.run_id not in (None, self.run_id):
             raise SpecError("run_id", spec.run_id, f"must stay {self.run_id!r}: the job runs")
@@ -450,17 +451,15 @@ class Agent:
         events = log.read(last)
         changed = supervisor.restarted_by(name, spec)
         if changed is not None:  # what does not run is started later, or not at all
-            root, is_new = log.tracker, spec is not None
-            changed = {path for path in changed if root.runs(path, is_new=is_new)}
+            changed = {path for path in changed if log.tracker.runs(path, is_new=True)}
         supervisor.request(ReloadReceived(name, spec))
         begun = log.count  # before, an earlier reload may have ended because of this one
         if changed == set():
             return True
         async for event in events:
             is_failed = isinstance(event, ReloadFailed) and is_below(event.child, child)
-            if isinstance(event, ChildFinished) and event.state is JobState.FAILED:
-                is_failed = event.child in (changed or ())
-            if isinstance(event, AttemptFailed) and event.root.pid is None:  # no start
+            is_no_start = isinstance(event, AttemptFailed) and event.root.pid is None
+            if is_no_start or (isinstance(event, ChildFinished) and event.state is JobState.FAILED):
                 is_failed = any(is_below(event.child, one) for one in changed or ())
             if event.seq >= begun and is_failed:
                 return False

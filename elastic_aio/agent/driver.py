@@ -32,7 +32,6 @@ from elastic_aio import aio
 from elastic_aio.agent import machine
 from elastic_aio.agent.event_log import EventWriter
 from elastic_aio.agent.logs import JobOutput
-from elastic_aio.agent.preflight import check_start
 from elastic_aio.agent.runtime import LocalRuntime
 from elastic_aio.agent.worker_group import WorkerGroup
 from elastic_aio.errors import HostError, SpawnError
@@ -464,10 +463,6 @@ class Driver(BaseDriver):
         self._begin(machine.Start())
 
     # -------------------------------------------------------------- requests
-
-    async def check_reload(self) -> None:
-        """Raise SpecError if the workers cannot be started again."""
-        await check_start(self._runtime.spec, self._runtime.entrypoint.command_spawner)
 
     def request_restart(self, reason: str) -> None:
         self.check_restart()

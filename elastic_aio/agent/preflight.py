@@ -10,9 +10,11 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from msgspec.structs import replace
+
 from elastic_aio.aio import run_shielded
 from elastic_aio.errors import HostError, InternalError, SpawnError, SpecError
-from elastic_aio.process.children import ChildSpec, Spawner, check_directory, check_program
+from elastic_aio.process.children import ChildSpec, check_directory, check_program, command_spawner
 from elastic_aio.process.guardian_process import list_size
 from elastic_aio.ranks import with_local_rank
 from elastic_aio.spec.job import NPROC_ACCEPTED, Command, Function, LaunchSpec, Module, Script
@@ -214,7 +216,7 @@ def check_runnable(spec: LaunchSpec) -> None:
         )
 
 
-async def check_start(spec: LaunchSpec, spawner: Spawner) -> None:
+async def check_start(spec: LaunchSpec) -> None:
     """Raise SpecError if workers of a spec cannot be started here: before what runs is stopped.
 
     Limits are tried by a process that ends at once.
@@ -227,33 +229,29 @@ async def check_start(spec: LaunchSpec, spawner: Spawner) -> None:
         check_runnable(spec)
         is_call = isinstance(spec.entrypoint, Function)
         argv = (spec.python or sys.executable,) if is_call else worker_argv(spec, 0)
-        own = spec.worker_env[0] if spec.worker_env else {}
-        env = {**worker_env(spec, nproc, {}), **own}
+        env = worker_env(spec, nproc, next(iter(spec.worker_env), {}))
         child = ChildSpec(argv, env, spec.cwd, 0, 1, 2)
         check_directory(child)
         check_program(child)
         if spec.limits is not None:
             field = "limits"
-            await _try_limits(spec, env, spawner)
+            await _try_limits(spec, replace(child, argv=("true",), cwd=None))
     except (SpawnError, HostError) as error:
-        program = spec.entrypoint
-        name = program.argv[0] if isinstance(program, Command) else spec.name
-        raise SpecError(field, name, str(error)) from error
+        raise SpecError(field, spec.name, str(error)) from error
 
 
-async def _try_limits(spec: LaunchSpec, env: Mapping[str, str], spawner: Spawner) -> None:
+async def _try_limits(spec: LaunchSpec, child: ChildSpec) -> None:
     from elastic_aio.agent.worker_setup import WorkerSetup  # few jobs have one
 
-    setup, null = WorkerSetup(spec.replace(sockets=()), 1), os.open(os.devnull, os.O_RDWR)
+    setup = WorkerSetup(spec.replace(sockets=()), 1)
     try:
         await setup.open()
-        spawned = setup.spawn_command(spawner, ChildSpec(("true",), env, None, null, null, null))
-        await asyncio.wait([(await spawned).exited])
+        tried = await setup.spawn_command(command_spawner(asyncio.get_running_loop()), child)
+        await asyncio.wait([tried.exited])
     except SpawnError as error:
         if str(error).startswith("limits."):  # else this host lacks `true`
             raise
     finally:
-        os.close(null)
         await run_shielded(setup.aclose)
 
 

@@ -55,6 +55,7 @@ from elastic_aio.process.children import Spawner
 from elastic_aio.ranks import NodeSize, WorkerRanks, assign_node_ranks
 from elastic_aio.spec import group
 from elastic_aio.spec.job import LaunchSpec
+from elastic_aio.spec.limits import LimitSpec
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.stacks import StackDump
 from elastic_aio.status import JobStatus, StatusTracker, is_below
@@ -102,7 +103,7 @@ class TreeParts:
         self.makes_files = False
         """Whether leaves make the files of captured streams at once."""
         self._logs = spec.logs
-        self.spawner = spawner
+        self._spawner = spawner
         self._console = console
         self._adopts_orphans = adopt_orphans
         self._directories: dict[str | None, RunDirectory] = {}
@@ -164,7 +165,7 @@ class TreeParts:
             run_id=run_id,
             host=self.host,
             nproc=nproc,
-            spawner=self.spawner,
+            spawner=self._spawner,
             publish=log.append,
             publish_later=log.append_later,
             console=self._console,
@@ -246,15 +247,13 @@ class LeafLog(ChildLog):
         effect: supervisor.StartChild,
         receive: Callable[[Any], None],
         *,
-        generation: int,
         nproc: int,
         max_restarts: int,
         has_ready: bool,
-        attempt: int,
-        beside: bool,
+        **start: Any,
     ) -> None:
-        """Begin; the supervisor may restart the leaf up to `max_restarts` times."""
-        super().__init__(log, path, generation, attempt=attempt, beside=beside)
+        """Begin a `start`; the supervisor may restart the leaf up to `max_restarts` times."""
+        super().__init__(log, path, **start)
         self._child = effect.name, effect.generation
         self._receive = receive
         self._nproc = nproc
@@ -498,41 +497,37 @@ class SupervisorDriver(BaseDriver):
 
         None: its workers or replicas are replaced one after the other.
         """
-        former = self.spec_of(name)
-        is_all, spec, path = spec is None, spec or former, joined(self._path, name)
-        if isinstance(former, LaunchSpec):
-            is_replaced = former.restart.scope != "group" and group.is_same_kind(former, spec)
-            return None if is_replaced else {path}
-        if isinstance(spec, LaunchSpec):
-            return {path}
-        if former.replica is not None and spec.replica is not None:
+        path, former, is_new = joined(self._path, name), self.spec_of(name), spec is not None
+        kinds = (former, spec or former)
+        parts = [one.replica if isinstance(one, group.GroupSpec) else one for one in kinds]
+        if group.is_same_kind(*kinds) and None not in parts:
             return None
-        before = {} if is_all else dict(former.leaves(path))
-        return {
-            leaf
-            for leaf, own in spec.leaves(path)
-            if before.get(leaf) != own or self._has_failed_reload(leaf)
-        }
+        before = dict(former.leaves()) if is_new and isinstance(former, group.GroupSpec) else {}
+        failed = [one._path for one in self._supervisors if one._machine.has_failed_reload]
+        found = set()
+        for below, leaf in group.leaves_of(kinds[1]).items():
+            own = joined(path, below)
+            if before.get(below) != leaf or any(is_below(own, one) for one in failed):
+                found.add(own)
+        tracker = self._parts.event_log.tracker
+        return {one for one in found if is_new or tracker.runs(one, is_new=False)}
 
-    def _has_failed_reload(self, path: str) -> bool:
-        """Return whether a leaf of this supervisor has not taken what the last reload gave it."""
-        above, _, name = path[len(self._path) :].lstrip("/").rpartition("/")
-        found = self.at(above) if above else self
-        if not isinstance(found, SupervisorDriver):
-            return False
-        child, own = found._machine.children[name], found.at(name)
-        is_failed = isinstance(own, SupervisorDriver) and own._machine.has_failed_reload
-        return is_failed or child.has_failed_start
+    @property
+    def _supervisors(self) -> Iterator[SupervisorDriver]:
+        """Yield this supervisor, and those below it that run."""
+        yield self
+        for driver in self._live:
+            if isinstance(driver, SupervisorDriver):
+                yield from driver._supervisors
 
     async def check_reload(self, name: str, spec: group.AnySpec | None) -> None:
         """Raise SpecError if what a reload of a child changes, or restarts, cannot be started."""
-        changed, tracker = self.restarted_by(name, spec), self._parts.event_log.tracker
+        changed = self.restarted_by(name, spec)
         for below, leaf in group.leaves_of(spec or self.spec_of(name)).items():
             path = joined(joined(self._path, name), below)
-            is_started = spec is not None or tracker.runs(path, is_new=False)
-            if is_started and (changed is None or path in changed):
+            if changed is None or path in changed:
                 try:
-                    await check_start(leaf, self._parts.spawner)
+                    await check_start(leaf)
                 except SpecError as error:
                     raise _of_child(error, path) from None
 
@@ -660,13 +655,13 @@ class SupervisorDriver(BaseDriver):
             start.driver.finds_lost_jobs, self.finds_lost_jobs = self.finds_lost_jobs, False
             await start.driver.open()
         except (SpecError, HostError, SpawnError) as error:
-            is_wrong, refusal = isinstance(error, SpecError), error
+            refusal, code = error, 1
             if isinstance(error, SpecError):
                 of_workers = isinstance(self._machine.spec, LaunchSpec)  # who have one spec
                 path = self._path if of_workers else joined(self._path, effect.name)
-                refusal = _of_child(error, path)
+                refusal, code = _of_child(error, path), 2
             self.refusal = refusal, str(refusal)
-            self._fail_start(effect, str(refusal), 2 if is_wrong else 1)
+            self._fail_start(effect, str(refusal), code)
             return
         start.driver.done.add_done_callback(lambda _: self._on_child_done(start))
         start.open()
@@ -702,14 +697,10 @@ class SupervisorDriver(BaseDriver):
             name, sockets = key = self._socket_key(effect.name, spec)
             if (found := self._listeners.get(key)) is not None:
                 return found
-            from elastic_aio.process.listeners import Listeners  # few jobs have sockets
+            from elastic_aio.agent.worker_setup import find_account  # few jobs have sockets
+            from elastic_aio.process.listeners import Listeners
 
-            owner = (-1, -1)
-            if spec.limits is not None:
-                from elastic_aio.agent.worker_setup import find_account  # as above
-
-                owner = find_account(spec.limits).owner
-            listeners = Listeners(sockets, owner)
+            listeners = Listeners(sockets, find_account(spec.limits or LimitSpec()).owner)
             nproc = resolve_nproc(spec) if effect.rank is None else effect.world_size
             former = [one for (other, _), one in self._listeners.items() if other == name]
             await listeners.open(nproc, former)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
@@ -28,27 +27,28 @@ from elastic_aio.errors import HostError, SpawnError, SpecError
 from elastic_aio.hardware import host as hardware
 from elastic_aio.hardware.cpus import Cpus, Topology
 from elastic_aio.hardware.host import Accelerator
-from elastic_aio.process.children import Child, ChildSpec, check_sigchld, command_spawner
+from elastic_aio.process.children import Child, ChildSpec, check_sigchld
 from elastic_aio.spec.job import Command, LaunchSpec, Module, Script
 from elastic_aio.spec.logs import LogSpec, StdMap
 
 PROCESSORS = len(os.sched_getaffinity(0))
 
 
-async def test_limits_that_a_worker_would_be_refused() -> None:
+async def test_limits_that_a_worker_would_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are tried by a process; another problem of that says nothing about the worker."""
 
     async def refuse(spec: ChildSpec) -> Child:
         raise SpawnError(message, permanent=True, exit_code=126)
 
     spec = LaunchSpec(["sleep", "9"], limits={"nice": 5})
+    await check_start(spec)
+    monkeypatch.setattr(preflight, "command_spawner", lambda loop: refuse)
     message = "limits.nice: operation not permitted"
     with pytest.raises(SpecError, match=r"^limits: limits.nice: operation not permitted .got 'sle"):
-        await check_start(spec, refuse)
+        await check_start(spec)
     message = "cannot run true: command not found"
-    await check_start(spec, refuse)
-    await check_start(spec, command_spawner(asyncio.get_running_loop()))
-    await check_start(spec.replace(limits=None), refuse)
+    await check_start(spec)
+    await check_start(spec.replace(limits=None))
 
 
 def test_a_number_is_a_number() -> None:
