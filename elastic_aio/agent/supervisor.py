@@ -20,10 +20,8 @@ A child
   restart.
 * Each restart of an essential child after a failure counts for the window of the group, also
   those that a leaf makes.
-* A child that is stopped by request stays so until its restart is requested.
 * A child that a reload has made or changed, and that cannot be started, fails for itself: the group
   goes on, and the next reload starts it, also by the same spec.
-* Results carry their generation.  A late result is dropped here, and only here.
 
 ::
 
@@ -424,10 +422,6 @@ class ChildState:
         return self.former_restarts + self.own_restarts
 
 
-def _has_ready(spec: AnySpec | None) -> bool:
-    return isinstance(spec, LaunchSpec) and spec.ready is not None
-
-
 def _start_spec(spec: AnySpec, budget: RestartBudget | None) -> AnySpec:
     """Return what a child is started with: a leaf whose supervisor has the budget restarts not."""
     if budget is None or isinstance(spec, GroupSpec):
@@ -777,7 +771,8 @@ class SupervisorMachine:
     def _on_present_ended(self, child: ChildState, ended: ChildEnded) -> None:
         if ended.spec is not None and child.spec is child.started_spec:
             child.take(ended.spec)
-        child.was_ready = child.is_ready or not _has_ready(child.started_spec)
+        spec = child.started_spec
+        child.was_ready = child.is_ready or not (isinstance(spec, LaunchSpec) and spec.ready)
         child.is_up = child.is_ready = False
         child.is_permanent = ended.is_permanent
         child.former_restarts += max(child.own_restarts, ended.outcome.restarts)
@@ -934,7 +929,8 @@ class SupervisorMachine:
 
     def _set_fate(self, child: ChildState, fate: _Fate, stop: machine.StopReceived) -> None:
         """Have a child stopped when its turn comes, and say what follows."""
-        if child.fate is not None and child.fate >= fate:
+        is_stopping = child.phase is ChildPhase.STOPPING  # else a stop of the same kind shortens it
+        if child.fate is not None and (child.fate > fate or (child.fate is fate and is_stopping)):
             return
         if child.is_due:
             self._waiting.pop(child.name, None)
@@ -945,21 +941,14 @@ class SupervisorMachine:
         if not child.is_live:
             self._settle(child)
             return
-        if child.phase is not ChildPhase.STOPPING:
+        if not is_stopping:
             self._to_stop[child.name] = None
-
-    def _is_to_end(self, child: ChildState) -> bool:
-        """Whether a child is being stopped, or will be when its turn comes."""
-        return child.name in self._to_stop or child.phase is ChildPhase.STOPPING
 
     def _stop_child(self, child: ChildState) -> None:
         self._to_stop.pop(child.name, None)
         if child.is_up:
             child.phase, child.is_ready = ChildPhase.STOPPING, False
-            self._emit_stop(child, child.generation, child.stop)
-
-    def _emit_stop(self, child: ChildState, generation: int, stop: machine.StopReceived) -> None:
-        self._emit(StopChild(child.name, generation, stop))
+            self._emit(StopChild(child.name, child.generation, child.stop))
 
     def _settle(self, child: ChildState) -> None:
         """Go on with a child that was to be stopped, and of which nothing is left."""
@@ -1017,7 +1006,7 @@ class SupervisorMachine:
         self._end(machine.StopReceived(f"the group has {verdict.state}: {verdict.why}"))
 
     def _end(self, stop: machine.StopReceived) -> None:
-        self._is_ending, self._reload, self.ending_at = True, None, self._now
+        self._is_ending, self._reload, self.ending_at = True, None, self.ending_at or self._now
         for child in [*self._children.values()]:
             if child.is_live or child.is_due:
                 self._set_fate(child, _Fate.END, stop)
@@ -1030,36 +1019,22 @@ class SupervisorMachine:
                 plan = str(stop.plan or own or "each child by its own plan")
                 event = StopRequested(reason=stop.reason, plan=plan, signal=stop.signal)
                 self._emit(machine.Publish(event))
-            if self.notice is not None:
-                self._end_notice(stop)
             self._end(stop)
-        if stop.signal == SIGKILL:
-            self._kill(stop)
-
-    def _end_notice(self, stop: machine.StopReceived) -> None:
-        """Stop the children that have a notice, each when its turn comes."""
-        for child in self._children.values():
-            if child.is_up and child.phase is not ChildPhase.STOPPING:
-                child.stop = stop
-                self._to_stop[child.name] = None
+        if stop.signal == SIGKILL:  # also for those that are being stopped
+            for child in self._children.values():
+                self._kill_child(child, stop)
 
     def _check_notice(self) -> None:
         """End a notice once nothing is left of what the end of the group depends on."""
         deciding = self._deciding
         is_over = any(one.name in self._group.ends_with for one in deciding if not one.is_live)
         if self.notice is not None and (is_over or not any(one.is_live for one in deciding)):
-            self._end_notice(machine.StopReceived(self.notice.reason))
-
-    def _kill(self, stop: machine.StopReceived) -> None:
-        """Stop all children at once, those too that are being stopped."""
-        self._to_stop.clear()
-        for child in self._children.values():
-            self._kill_child(child, stop)
+            self._end(machine.StopReceived(self.notice.reason))
 
     def _kill_child(self, child: ChildState, stop: machine.StopReceived) -> None:
         child.stop = stop
         for generation in sorted(child.retiring):
-            self._emit_stop(child, generation, stop)
+            self._emit(StopChild(child.name, generation, stop))
         self._stop_child(child)
 
     def accepts(self, notice: machine.PreemptionReceived) -> bool:
@@ -1075,7 +1050,7 @@ class SupervisorMachine:
             self._drop_new(child)
             if child.is_due:
                 child.phase = ChildPhase.STOPPED
-            elif child.is_up and not self._is_to_end(child):
+            elif child.is_up and child.phase in LIVE_PHASES and child.name not in self._to_stop:
                 self._ask(child, notice)
             child.fate = _Fate.END if child.is_live else None
         self._waiting.clear()
@@ -1189,9 +1164,7 @@ class SupervisorMachine:
 
     # ------------------------------------------------------- reloads and scale
 
-    def _reload_child(
-        self, child: ChildState, spec: AnySpec | None, *, is_same: bool = False
-    ) -> None:
+    def _reload_child(self, child: ChildState, spec: AnySpec | None, is_same: bool = False) -> None:
         """Have a child run another spec, or start again by its own; see `ReloadReceived`."""
         is_live = child.is_up and child.fate is None
         is_own = has_children(child.spec) and (spec is None or is_same_kind(child.spec, spec))
@@ -1296,7 +1269,8 @@ class SupervisorMachine:
         if child.candidate is not None:
             if child.is_up:
                 child.retiring.add(child.generation)
-                self._emit_stop(child, child.generation, machine.StopReceived("it is replaced"))
+                stop = machine.StopReceived("it is replaced")
+                self._emit(StopChild(child.name, child.generation, stop))
             child.generation, child.candidate = child.candidate, None
             child.former_restarts += child.own_restarts
             child.own_restarts = 0
@@ -1343,7 +1317,7 @@ class SupervisorMachine:
     def _retire_new(self, child: ChildState, reason: str) -> None:
         if child.candidate is None:
             return
-        self._emit_stop(child, child.candidate, machine.StopReceived(reason))
+        self._emit(StopChild(child.name, child.candidate, machine.StopReceived(reason)))
         child.retiring.add(child.candidate)
         child.candidate = None
 

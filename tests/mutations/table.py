@@ -1553,7 +1553,7 @@ MUTATIONS: Final = (
     Mutation(
         "notice-to-the-deadline",
         "agent/supervisor.py",
-        "self._end_notice(machine.StopReceived(self.notice.reason))",
+        "self._end(machine.StopReceived(self.notice.reason))",
         "pass",
         "a notice ends with the children that the end of the group depends on",
         _SUPERVISOR + "test_a_notice_ends_with_what_the_group_ends_with",
