@@ -194,8 +194,7 @@ class Agent:
             adopt_orphans=self._adopts_orphans,
             make_rendezvous=self._make_rendezvous,
         )
-        nproc = resolve_nproc(self.spec) if isinstance(self.spec, LaunchSpec) else 1
-        return SupervisorDriver(self.spec, parts, nproc=nproc)
+        return SupervisorDriver(self.spec, parts)
 
     async def __aexit__(
         self,
@@ -436,12 +435,7 @@ class Agent:
         if spec is not None and spec.run_id not in (None, self.run_id):
             raise SpecError("run_id", spec.run_id, f"must stay {self.run_id!r}: the job runs")
         from elastic_aio.agent.supervisor import ReloadReceived
-        from elastic_aio.child_events import (
-            ChildFinished,
-            ReloadFailed,
-            ReloadFinished,
-            is_end_of,
-        )
+        from elastic_aio.child_events import ChildFinished, ReloadFailed, ReloadFinished, is_end_of
 
         self._tracker(child)
         supervisor, name = self._supervisor_of(child)

@@ -86,7 +86,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from enum import Enum, IntEnum
-from typing import Final
+from typing import Any, Final
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -121,12 +121,7 @@ from elastic_aio.spec.group import (
     template_of,
 )
 from elastic_aio.spec.job import LaunchSpec
-from elastic_aio.spec.restart import (
-    RestartAction,
-    RestartBudget,
-    RestartDecision,
-    RestartPolicy,
-)
+from elastic_aio.spec.restart import RestartAction, RestartBudget, RestartDecision, RestartPolicy
 from elastic_aio.spec.stop import StopPlan
 from elastic_aio.text import counted, did_you_mean
 
@@ -225,15 +220,7 @@ class TimerElapsed(Struct, frozen=True):
     token: int
 
 
-SupervisorInput = (
-    machine.Start
-    | machine.StopReceived
-    | machine.PreemptionReceived
-    | machine.RestartReceived
-    | ChildResult
-    | ChildRequest
-    | TimerElapsed
-)
+# And of `machine`: `Start`, `StopReceived`, `PreemptionReceived` and `RestartReceived`.
 
 # --------------------------------------------------------------------- effects
 
@@ -456,8 +443,8 @@ class SupervisorMachine:
     `Finish` there are no more effects.
     """
 
-    def __init__(self, spec: AnySpec, random: Callable[[], float], nproc: int = 0) -> None:
-        """Begin with a group, or with the independent workers of a spec, `nproc` on this host.
+    def __init__(self, spec: AnySpec, random: Callable[[], float]) -> None:
+        """Begin with a group, or with the independent workers of a spec, which has their number.
 
         `random` gives numbers from 0 to 1, for the jitter of delays.
         """
@@ -485,8 +472,6 @@ class SupervisorMachine:
         self._verdict: JobOutcome | None = None
         self._failed: list[ChildState] = []  # essential ones, while the group ends
         self._is_started = self._is_ending = self._is_done = self._was_ready = False
-        if nproc and isinstance(spec, LaunchSpec):
-            spec = spec.replace(nproc_per_node=nproc)
         self._take(spec)
 
     def __repr__(self) -> str:
@@ -587,7 +572,6 @@ class SupervisorMachine:
         elif self._ends_run(None if is_own else self._children[request.name], request):
             problem = "cannot be started again: its run of several nodes ends for all of them"
             raise SpecError("child", request.name, problem)
-
         elif isinstance(request, ChildRestartReceived):
             self._check_order([self._children[request.name]] if not is_own else self._members)
 
@@ -623,7 +607,7 @@ class SupervisorMachine:
 
     # ------------------------------------------------------------------ inputs
 
-    def handle(self, received: SupervisorInput, now: float) -> list[machine.Effect]:
+    def handle(self, received: Any, now: float) -> list[machine.Effect]:
         """Return the effects of an input in their order; `now` is in monotonic seconds."""
         if self._is_done:
             return []

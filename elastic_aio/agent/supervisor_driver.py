@@ -345,19 +345,19 @@ class SupervisorDriver(BaseDriver):
         *,
         path: str = "",
         generation: int = 0,
-        nproc: int = 1,
         parent: SupervisorDriver | None = None,
         on_ready: Callable[[bool], None] | None = None,
     ) -> None:
+        if isinstance(spec, LaunchSpec) and group.has_children(spec):
+            spec = _resolved(spec, path)
         log = ChildLog(parts.event_log, path, generation) if parent else parts.event_log
         super().__init__(spec, parts.run_id, log, PausableClock())
         self._parts = parts
         self._path = path
-        self._nproc = nproc
         self._parent = parent
         self._on_ready = on_ready
         own = group.outermost_group(spec) if parent is None else spec
-        machine = supervisor.SupervisorMachine(own, random, nproc)
+        machine = supervisor.SupervisorMachine(own, random)
         self._machine: supervisor.SupervisorMachine = machine
         self._starts: dict[tuple[str, int], _Start] = {}
         self._timers: dict[str, asyncio.Task[Any]] = {}
@@ -422,33 +422,21 @@ class SupervisorDriver(BaseDriver):
         return StackDump(time=wall_clock(), attempt=0, reason=reason, workers=workers)
 
     def at(self, path: str) -> BaseDriver | None:
-        """Return the driver of the child at a path; None if it does not run.
-
-        Raises:
-            SpecError: there is no such child.
-        """
         if not path:
             return self
         name, _, rest = path.partition("/")
         latest = [one for one in self._starts.values() if one.effect.name in (name, "")]
         start = max(latest, key=lambda one: one.effect.generation, default=None)
         if start is not None and not start.effect.name:
-            name, rest = "", path
-        if name not in self._machine.children:
-            known = ", ".join(joined(self._path, one) for one in self._machine.children)
-            raise SpecError("child", joined(self._path, name), f"must be one of: {known}")
+            rest = path
         driver = None if start is None or not start.is_open else start.driver
-        if driver is None or not rest:
-            return driver
-        if not isinstance(driver, SupervisorDriver):
-            raise SpecError("child", joined(self._path, path), f"{name} has no children")
-        return driver.at(rest)
+        return driver.at(rest) if driver is not None and rest else driver
 
     def supervisor_of(self, path: str) -> tuple[SupervisorDriver, str]:
         """Return the supervisor that decides about a child, and the child's name there.
 
         Raises:
-            SpecError: there is no such child, or its supervisor does not run.
+            SpecError: the supervisor does not run.
         """
         if not path:
             only = self._only() if self._machine.is_wrapper else None
@@ -459,7 +447,6 @@ class SupervisorDriver(BaseDriver):
             found = found._only()
         if not isinstance(found, SupervisorDriver):
             raise SpecError("child", path, f"{above or 'the job'} does not run, or has no children")
-        found.at(name)
         return found, name
 
     def _only(self) -> BaseDriver | None:
@@ -543,10 +530,11 @@ class SupervisorDriver(BaseDriver):
                 raise _of_child(error, path) from None
         log_dir = self._parts.open() if is_outermost else None
         if not (is_outermost and self._machine.is_wrapper):
+            is_group = isinstance(self._spec, group.GroupSpec)
             self._event_log.append(
                 events.JobStarted(
                     entrypoint=self._spec.name,
-                    nproc_per_node=0 if isinstance(self._spec, group.GroupSpec) else self._nproc,
+                    nproc_per_node=0 if is_group else group.size_of(self._spec),
                     nnodes="1",
                     max_restarts=group.restart_limit(self._spec),
                     agent_pid=os.getpid(),
@@ -576,8 +564,7 @@ class SupervisorDriver(BaseDriver):
     def _handle(self, received: Any) -> Sequence[Any]:
         spec = received.spec if isinstance(received, supervisor.ReloadReceived) else None
         if isinstance(spec, LaunchSpec) and not received.name:  # of these workers
-            spec = self._named(spec, self._path.rpartition("/")[2])
-            received = replace(received, spec=spec.replace(nproc_per_node=resolve_nproc(spec)))
+            received = replace(received, spec=_resolved(spec, self._path))
         return self._machine.handle(received, self._clock.now())
 
     def _perform(self, effect: Any) -> None:
@@ -746,22 +733,10 @@ class SupervisorDriver(BaseDriver):
                 self.receive(supervisor.ChildStarted(name, effect.generation))
             self.receive(supervisor.ChildReady(name, effect.generation, is_ready))
 
-        nproc = resolve_nproc(spec) if isinstance(spec, LaunchSpec) else 1
-        if isinstance(spec, LaunchSpec):
-            spec = self._named(spec, name)
+        number = self._parts.count_start(path)
         return SupervisorDriver(
-            spec,
-            self._parts,
-            path=path,
-            generation=self._parts.count_start(path),
-            nproc=nproc,
-            parent=self,
-            on_ready=on_ready,
+            spec, self._parts, path=path, generation=number, parent=self, on_ready=on_ready
         )
-
-    def _named(self, spec: LaunchSpec, name: str) -> LaunchSpec:
-        """Return a leaf whose role is the name of the child, unless it has another one."""
-        return spec.replace(role=name) if spec.role == "default" and name else spec
 
     def _make_leaf(
         self, spec: LaunchSpec, start: _Start, path: str, listeners: Listeners | None
@@ -769,7 +744,7 @@ class SupervisorDriver(BaseDriver):
         effect, parts = start.effect, self._parts
         nproc, worker, above = 1, None, self._path
         if effect.rank is None:
-            spec = self._named(spec, effect.name)
+            spec = _named(spec, path)
             nproc, above = resolve_nproc(spec), path
         else:
             worker = _ranks_of(spec.role, effect.rank, effect.world_size)
@@ -933,6 +908,17 @@ def _change(effect: Any, driver: BaseDriver) -> None:
         driver.request_preemption(asked.reason, max(0.0, asked.until - wall_clock()))
     else:
         driver.receive(asked)
+
+
+def _named(spec: LaunchSpec, path: str) -> LaunchSpec:
+    """Return a spec whose role is the name of the child, unless it has another one."""
+    name = path.rpartition("/")[2]
+    return spec.replace(role=name) if spec.role == "default" and name else spec
+
+
+def _resolved(spec: LaunchSpec, path: str) -> LaunchSpec:
+    """Return the spec of independent workers with their role and their number."""
+    return _named(spec, path).replace(nproc_per_node=resolve_nproc(spec))
 
 
 def _keeps_logs(spec: group.AnySpec) -> bool:

@@ -77,8 +77,8 @@ def env_of(start: StartChild) -> Any:
 class Play:
     """A supervisor; effects are shown as short texts, and what they say is kept."""
 
-    def __init__(self, spec: AnySpec, nproc: int = 0) -> None:
-        self.machine = SupervisorMachine(spec, lambda: 0.5, nproc)
+    def __init__(self, spec: AnySpec) -> None:
+        self.machine = SupervisorMachine(spec, lambda: 0.5)
         self.now = 0.0
         self.tokens: dict[str, int] = {}
         self.outcome: JobOutcome | None = None
@@ -169,8 +169,8 @@ def failure(code: int) -> Failure:
     return Failure(rank=0, local_rank=0, pid=9, host="h", status=status, time=0.0, order=0)
 
 
-def started(spec: AnySpec, nproc: int = 0) -> Play:
-    play = Play(spec, nproc)
+def started(spec: AnySpec) -> Play:
+    play = Play(spec)
     play.start()
     return play
 
@@ -931,11 +931,6 @@ def test_independent_workers_are_gangs_of_one() -> None:
     assert (first.rank, first.world_size) == (0, 2)
     assert (first.spec.restart, first.spec.max_restarts) == (RestartPolicy(backoff=None), 3)
     assert not first.spec.host_store
-
-
-def test_the_number_of_workers_is_that_of_this_host() -> None:
-    play = Play(workers(1).replace(nproc_per_node="gpu"), 3)
-    assert play(Start()) == "+0, +1, +2"
 
 
 def test_a_worker_that_is_given_up_fails_the_job() -> None:
