@@ -584,8 +584,6 @@ class Agent:
     def _driver_at(self, child: str) -> BaseDriver | None:
         """Return the driver of a child; None if it does not run."""
         driver = self._started_driver
-        if not child:
-            return driver
         self._tracker(child)
         return driver.at(child)
 
@@ -603,10 +601,9 @@ class Agent:
         self._tracker(child)
         driver = self._started_driver
         if isinstance(driver, Driver):
-            problem = (
-                "must be of a group or of independent workers: the workers of this job restart"
-            )
-            raise SpecError("child", child, f"{problem} together, and have no other number or spec")
+            problem = "must be of a group or of independent workers: the workers of this job"
+            why = "restart together, and have no other number or spec"
+            raise SpecError("child", child, f"{problem} {why}")
         from elastic_aio.agent.supervisor_driver import SupervisorDriver
 
         assert isinstance(driver, SupervisorDriver), "there is no other kind"

@@ -332,8 +332,7 @@ class NotifySockets:
         self._period = period
         self._ends: dict[int, socket.socket] = {}  # by local rank
         self._leaders: dict[int, int] = {}  # local ranks by pid
-        self._starting: set[int] = set()  # local ranks of which the process is not known yet
-        self._early: list[tuple[int, bytes]] = []  # from processes that may be theirs
+        self._early: list[tuple[int, bytes]] = []  # from processes that may be such
         self._shared: socket.socket | None = None
         self._readers: dict[int, Callable[[int], int]] = {}  # by descriptor
         # Descriptors, in the order in which they are read; True: it was empty the last time.
@@ -373,7 +372,6 @@ class NotifySockets:
             raise SpawnError(message, permanent=False, exit_code=1) from error
         with theirs:
             self._ends[local_rank] = own
-            self._starting.add(local_rank)
             self._add_reader(own.fileno(), partial(self._read, own, local_rank))
             try:
                 yield theirs.fileno()
@@ -384,7 +382,6 @@ class NotifySockets:
     def note_started(self, local_rank: int, pid: int) -> None:
         """Note the process of a worker, and take the messages that it has sent before."""
         self._leaders[pid] = local_rank
-        self._starting.discard(local_rank)
         early, self._early = self._early, []
         for sender, message in early:
             self._take(None, sender, message)
@@ -398,7 +395,6 @@ class NotifySockets:
             self._remove_reader(own.fileno())
             own.close()
             del self._ends[local_rank]
-            self._starting.discard(local_rank)
             self._leaders = {pid: one for pid, one in self._leaders.items() if one != local_rank}
 
     def close_workers(self) -> None:
@@ -465,14 +461,15 @@ class NotifySockets:
 
     def _take(self, own: int | None, pid: int, message: bytes) -> None:
         """Pass a message of a process on, as that of the worker for which it speaks."""
-        is_own = own in self._starting or self._on_foreign is None
+        is_starting = len(self._leaders) < len(self._ends)  # then some are not known yet
+        is_own = self._on_foreign is None or (is_starting and own not in self._leaders.values())
         local_rank = own if is_own and own is not None else self._leaders.get(pid)
         if local_rank is None and self._on_foreign is None:
             with suppress(OSError):
                 local_rank = self._find_ancestor(pid)
         if local_rank is not None and own in (None, local_rank):
             self._on_message(local_rank, message)
-        elif self._starting and len(self._early) < _BURST:
+        elif is_starting and len(self._early) < _BURST:
             self._early.append((pid, message))
         elif self._on_foreign is not None and not self._has_foreign:
             self._has_foreign = True

@@ -793,7 +793,9 @@ class SupervisorMachine:
             child.budget.record(self._now)
             child.budget.begin_attempt()
             child.former_restarts += 1
-            self._restart(child, decision.why, decision.delay)
+            self._announce(child, decision.why, decision.delay)
+            self._sweep_with(child)
+            self._schedule(child, decision.delay)
         else:
             child.phase = _PHASES[ended.outcome.state]
             if decision.why:
@@ -830,12 +832,6 @@ class SupervisorMachine:
             return f"{last} has ended after {number} within {window.seconds:g} s (restart window)"
         self._restarts_at.append(self._now)
         return ""
-
-    def _restart(self, child: ChildState, why: str, delay: float = 0.0) -> None:
-        """Start a child that has ended again, and others with it as the strategy says."""
-        self._announce(child, why, delay)
-        self._sweep_with(child)
-        self._schedule(child, delay)
 
     def _announce(self, child: ChildState, why: str, delay: float = 0.0) -> None:
         event = ChildRestarting(why=why, delay=delay, restarts=child.restarts)
@@ -880,7 +876,8 @@ class SupervisorMachine:
     def _schedule(self, child: ChildState, delay: float = 0.0) -> None:
         """Start a child when its turn comes, at the earliest after a delay."""
         if child.phase is ChildPhase.BACKING_OFF:
-            self._unschedule(child)
+            self._backing_off.discard(child.name)
+            self._disarm(child)
         if delay:
             child.phase = ChildPhase.BACKING_OFF
             self._backing_off.add(child.name)
@@ -888,11 +885,6 @@ class SupervisorMachine:
         else:
             child.phase = ChildPhase.WAITING
             self._waiting[child.name] = None
-
-    def _unschedule(self, child: ChildState) -> None:
-        self._waiting.pop(child.name, None)
-        self._backing_off.discard(child.name)
-        self._disarm(child)
 
     def _start(self, child: ChildState, spec: AnySpec | None = None) -> int:
         """Start a child, or its replacement by another spec; return the generation."""
@@ -1077,8 +1069,12 @@ class SupervisorMachine:
 
     def _on_request_of(self, child: ChildState, request: ChildRequest) -> None:
         if isinstance(request, ChildStopReceived):
+            child.is_kept = True
             stop = machine.StopReceived(request.reason, request.signal, request.plan)
-            self._stop_by_request(child, stop)
+            if child.is_live or child.is_due:
+                self._set_fate(child, _Fate.STOP, stop)
+            if stop.signal == SIGKILL and child.is_live:
+                self._kill_child(child, stop)
         elif self._is_ending:
             return
         elif isinstance(request, ChildRestartReceived):
@@ -1099,13 +1095,6 @@ class SupervisorMachine:
         elif spec != child.spec:
             self._reload_child(child, spec)
         self._emit(PublishOf(child.name, scaled))
-
-    def _stop_by_request(self, child: ChildState, stop: machine.StopReceived) -> None:
-        child.is_kept = True
-        if child.is_live or child.is_due:
-            self._set_fate(child, _Fate.STOP, stop)
-        if stop.signal == SIGKILL and child.is_live:
-            self._kill_child(child, stop)
 
     def _restart_by_request(self, child: ChildState, reason: str) -> None:
         is_new = self._reload is not None and self._reload.current == child.name
@@ -1267,9 +1256,8 @@ class SupervisorMachine:
 
     def _note_replaced(self, child: ChildState) -> None:
         reload = self._reload
-        if reload is None or reload.current != child.name or reload.awaited is not None:
-            return
-        if not child.retiring:
+        is_current = reload is not None and reload.current == child.name
+        if reload is not None and is_current and reload.awaited is None and not child.retiring:
             reload.current = None
             reload.replaced += 1
 
@@ -1299,11 +1287,10 @@ class SupervisorMachine:
         self._disarm(child)
 
     def _retire_new(self, child: ChildState, reason: str) -> None:
-        if child.candidate is None:
-            return
-        self._emit(StopChild(child.name, child.candidate, machine.StopReceived(reason)))
-        child.retiring.add(child.candidate)
-        child.candidate = None
+        if child.candidate is not None:
+            self._emit(StopChild(child.name, child.candidate, machine.StopReceived(reason)))
+            child.retiring.add(child.candidate)
+            child.candidate = None
 
     # ------------------------------------------------------------------- parts
 

@@ -667,7 +667,7 @@ class SupervisorDriver(BaseDriver):
         self._end_start(effect, outcome, failures=(root,))
 
     def _end_start(self, effect: supervisor.StartChild, outcome: JobOutcome, **fields: Any) -> None:
-        """Answer a start that was never open."""
+        """Answer a start: nothing of it is left."""
         start = self._starts.pop((effect.name, effect.generation), None)
         if start is not None:
             start.over.set_result(None)
@@ -800,8 +800,6 @@ class SupervisorDriver(BaseDriver):
     def _on_child_done(self, start: _Start) -> None:
         driver, effect = start.driver, start.effect
         assert driver is not None, "it has been opened"
-        self._starts.pop((effect.name, effect.generation), None)
-        start.over.set_result(None)
         self._confirm(effect)
         outcome, result = driver.outcome, driver.result
         if outcome is None or result is None:
@@ -811,9 +809,8 @@ class SupervisorDriver(BaseDriver):
         own = None if driver.error is None else (driver.error, outcome.why)
         self.refusal = own or driver.refusal or self.refusal
         spec = driver.spec if isinstance(driver, SupervisorDriver) else effect.spec
-        ended = supervisor.ChildEnded(
-            effect.name,
-            effect.generation,
+        self._end_start(
+            effect,
             outcome,
             spec=None if spec == effect.spec else spec,
             failures=() if result is None else result.failures,
@@ -822,8 +819,6 @@ class SupervisorDriver(BaseDriver):
             has_progress=driver.has_progress,
             is_permanent=driver.is_permanent or driver.error is not None,
         )
-        self.receive(ended)
-        self._close_unused()
 
     def _note_result(self, name: str, result: LaunchResult) -> None:
         """Keep the result of the latest start of a child, with the attempts of all its starts."""

@@ -55,7 +55,8 @@ def main_up(argv: Sequence[str], *, owns_process: bool = True) -> int:
         settings = fields_from(values, RunRequest)
         read = partial(read_spec, values["file"] or _default_file(), _counts(values["concurrency"]))
         spec = read()
-        request = RunRequest(spec, command="up", color=_color(), reread=read, **settings)
+        color = "never" if "NO_COLOR" in os.environ or not sys.stderr.isatty() else "auto"
+        request = RunRequest(spec, command="up", color=color, reread=read, **settings)
     except (UsageError, SpecError) as error:
         return print_error("up", as_option_error(error, {}), 2)
     if request.is_dry_run:
@@ -64,10 +65,6 @@ def main_up(argv: Sequence[str], *, owns_process: bool = True) -> int:
     from elastic_aio.cli.run import main_run
 
     return main_run(request, owns_process=owns_process)
-
-
-def _color() -> str:
-    return "never" if "NO_COLOR" in os.environ or not sys.stderr.isatty() else "auto"
 
 
 def _default_file() -> str:

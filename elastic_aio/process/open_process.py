@@ -424,7 +424,6 @@ class PipeReceiveStream(_Pipe, ByteReceiveStream):
         """
         if max_bytes < 1:
             raise ValueError(f"max_bytes: must be at least 1 (got {max_bytes})")
-        self._check("receiving from")
         await checkpoint()
         while True:
             self._check("receiving from")

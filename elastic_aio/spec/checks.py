@@ -95,12 +95,12 @@ class Whole(Struct, frozen=True, kw_only=True):
     at_most: int | None = None
 
     def __call__(self, name: str, value: object) -> int:
-        if self.at_most is not None:
-            if not is_integer(value) or not self.at_least <= value <= self.at_most:
-                problem = f"must be a whole number from {self.at_least} to {self.at_most}"
-                raise SpecError(name, value, problem)
-            return value
-        return checked_integer(name, value, at_least=self.at_least)
+        if self.at_most is None:
+            return checked_integer(name, value, at_least=self.at_least)
+        if not is_integer(value) or not self.at_least <= value <= self.at_most:
+            problem = f"must be a whole number from {self.at_least} to {self.at_most}"
+            raise SpecError(name, value, problem)
+        return value
 
 
 class OneOf(Struct, frozen=True):

@@ -57,19 +57,14 @@ def spec_from_toml(text: str, directory: str = "") -> AnySpec:
         SpecError: one line that names the table and the field.
     """
     try:
-        table = tomllib.loads(text)
-    except ValueError as error:  # also for a number of very many digits
-        raise SpecError("the file", text, f"must be TOML: {error}") from None
-    except RecursionError:
-        raise _too_deep(text) from None
-    try:
+        try:
+            table = tomllib.loads(text)
+        except ValueError as error:  # also for a number of very many digits
+            raise SpecError("the file", text, f"must be TOML: {error}") from None
         return _spec(table, "", directory)
     except RecursionError:
-        raise _too_deep(text) from None
-
-
-def _too_deep(text: str) -> SpecError:
-    return SpecError("the file", text, f"must have groups of at most {DEPTH_MAX} levels")
+        problem = f"must have groups of at most {DEPTH_MAX} levels"
+        raise SpecError("the file", text, problem) from None
 
 
 def _spec(table: Table, where: str, directory: str) -> AnySpec:
