@@ -135,10 +135,7 @@ _SHOWN_BEFORE: Final = tuple(
 
 
 def without_secrets(words: Iterable[str]) -> tuple[str, ...]:
-    """Return words with `***` in place of values of such names, and of passwords in URLs.
-
-    Also of JSON and of HTTP headers.
-    """
+    """Return words with `***` for values of such names, also in JSON and headers, and in URLs."""
     shown: list[str] = []
     is_secret = False
     for word in words:

@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Final, TypeVar, cast
+from collections.abc import Iterable
+from typing import Any, ClassVar, Final, TypeVar
 
 import msgspec
 
@@ -46,11 +46,8 @@ class Value(msgspec.Struct, frozen=True):
 def _fields_of(owner: type[Value]) -> dict[str, dataclasses.Field[Any]]:
     settings: list[tuple[str, Any, dict[str, Any], bool]] = []
     for each in msgspec.structs.fields(owner):
-        default: dict[str, Any] = {}
-        if each.default is not msgspec.NODEFAULT:
-            default["default"] = each.default
-        elif each.default_factory is not msgspec.NODEFAULT:
-            default["default_factory"] = each.default_factory
+        default = {"default": each.default, "default_factory": each.default_factory}
+        default = {key: one for key, one in default.items() if one is not msgspec.NODEFAULT}
         settings.append((each.name, each.type, default, each.name in owner._hidden))
     return dataclass_fields(owner, settings)
 
@@ -75,16 +72,14 @@ _ESCAPES: Final = rb"(?i)((?:\\\\|\\ud[89ab]..\\ud[c-f]..)+)|((?:\\udc[89a-f].)+
 def to_json(value: object) -> bytes:
     """Return a value or plain data, `redacted`, as JSON in UTF-8, which `from_json` reads.
 
-    Text of the operating system may have bytes that are not UTF-8.  JSON has such a byte as
-    `\\udcXX`, as Python's `json` has: it reads the same text.
+    JSON has a byte that is not UTF-8 as `\\udcXX`, as Python's `json` has: it reads the same text.
     """
     try:
         content = _encoder.encode(value)
     except UnicodeEncodeError:
-        text = json.dumps(msgspec.to_builtins(value, str_keys=True), separators=(",", ":"))
-        if "NaN" in text or "Infinity" in text:  # which are no numbers of JSON
-            plain = json.loads(text, parse_constant=lambda _: None)
-            text = json.dumps(plain, separators=(",", ":"))
+        text = json.dumps(msgspec.to_builtins(value, str_keys=True))
+        plain = json.loads(text, parse_constant=lambda _: None)  # JSON has no NaN
+        text = json.dumps(plain, separators=(",", ":"))
         content = re.sub(_ESCAPES, lambda m: m[0] if m.lastindex else b"\\" + m[0], text.encode())
     return redacted(content.decode()).encode() if b"//" in content else content
 
@@ -93,16 +88,13 @@ def from_json(content: bytes, kind: type[_T]) -> _T:
     """Return what `to_json` has written, or raise a ValueError: it is no JSON, or another kind."""
     try:
         try:
-            return cast("_T", _decoder(kind).decode(content))
+            return msgspec.json.decode(content, type=kind)
         except msgspec.DecodeError:
             # msgspec reads no lone surrogate.  It has to accept all else.
             checked = re.sub(_ESCAPES, lambda m: b"\\ufffd" if m[2] else m[0], content)
             if checked == content:
                 raise
-        _decoder(kind).decode(checked)
+        msgspec.json.decode(checked, type=kind)
         return msgspec.convert(json.loads(content), kind, str_keys=True)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-
-
-_decoder: Callable[[Any], msgspec.json.Decoder[Any]] = functools.cache(msgspec.json.Decoder)

@@ -9,30 +9,22 @@ The order of closing
 killed between any two steps, and a cancelled close is called again, so no step may release what a
 later step, or the guardian in place of this process, needs:
 
-1. The stores of reserved master ports are closed first, and the sockets that workers have
-   inherited: no worker connects any more, another job may want the ports, and the next step can
-   take seconds.  So is the pipe of the timers.
-2. The tee drains: what the workers wrote is shown to the end, unless the console takes nothing for
-   5 s.  The guardian still runs, so a kill of this process in these seconds leaves neither the fork
-   server nor a survivor behind.
-3. The tee is closed, which ends the tasks that write to the console.
-4. The console is closed: those tasks were its only users.  (2 to 4 are `JobOutput.aclose`.)
-5. The fork server is killed, and what its modules have started is stopped; while it still imports,
-   it is stopped by the plan too.  The program is closed: the memory files with the calls and
-   results of functions.  The group has read the results by now.
-6. The guardian leaves the job alone; after the last job of the program it exits.  It has to guard
-   the fork server, which it would otherwise not kill if this process were killed between the two
-   steps.
-7. The cgroup of the workers is removed, which is empty unless a process could not be killed.  The
+1. The stores of reserved master ports, the inherited sockets and the pipe of the timers are closed:
+   no worker connects any more, another job may want the ports, and the next step can take seconds.
+2. The output is closed: first it is shown to the end, unless the console takes nothing for 5 s.
+3. The fork server is killed, and what its modules have started is stopped; while it still imports,
+   it is stopped by the plan too.  The memory files with the calls and results of functions are
+   closed.  The group has read the results by now.
+4. The guardian leaves the job alone; after the last job of the program it exits.  It guards until
+   here: a kill of this process in the steps before leaves no fork server or survivor behind.
+5. The cgroup of the workers is removed, which is empty unless a process could not be killed.  The
    tree is closed: a survivor that exits later must not write to the session list.  Orphans are
    adopted until here, so that the last orphans are found and reaped.
-8. The job and the standard streams are closed, and with the last job of the program the session
-   list.  The guardian (and its replacement, if it is being started) inherits the list, so it is
-   open for as long as a guardian runs.
-9. The descriptor limit is released: everything that needed the higher limit is closed.
-10. The directory is tidied: empty files and directories are removed, which the tee had open until
-    step 3.  The answer, whether logs remain, goes into the job's result.
-11. Old runs are removed, for some seconds at most.  The lock on the directory is released.
+6. The job and the standard streams are closed, and with the last job of the program the session
+   list, which a guardian inherits.
+7. The descriptor limit is released: everything that needed the higher limit is closed.
+8. The directory is tidied: empty files and directories are removed.
+9. Old runs are removed, for some seconds at most.  The lock on the directory is released.
 """
 
 from __future__ import annotations
@@ -132,9 +124,8 @@ class LocalRuntime:
     ) -> None:
         """Prepare; nothing is opened before `open`.
 
-        `publish_later` is called with a function that makes an event of this time (see `EventLog`);
-        None: the event is made at once.  `bare` is of a bare group, which has no master port.
-        `place` is of a leaf in a tree; without one, the sockets of the spec are opened here.
+        `publish_later` is called with a function that makes an event of this time (see `EventLog`).
+        `bare` is of a bare group, which has no master port; `place` of a leaf in a tree.
         """
         self.spec = spec
         self.run_id, self.host, self.nproc = run_id, host, nproc
@@ -237,10 +228,9 @@ class LocalRuntime:
             os.chown(self.liveness.timer_file, *owner)
         if self._adopts_orphans:
             self._tree.orphans.adopt()
-        env = worker_env(self.spec, self.nproc, {job.marker: marker_value()})
         streams = (self._streams.null, self._streams.inherited(1), self._streams.inherited(2))
         try:
-            await self.entrypoint.start(env, streams, self._tree.exclude)
+            await self.entrypoint.start(self._command_env(), streams, self._tree.exclude)
         except SpawnError as error:
             raise HostError(f"cannot start the server that forks: {error}") from error
         await self._guardian.wait_ready()
@@ -451,7 +441,7 @@ class LocalRuntime:
         notify: int | None = None,
     ) -> Child:
         """Start a worker, which inherits the socket `notify`, or raise SpawnError or HostError."""
-        standard = self._standard_streams
+        standard = self.streams
         source, place = self.spec.stdin if local_rank == 0 else "null", self.place
         if source == "auto" and place is not None and place.path != ("0" if place.worker else ""):
             source = "null"  # of several programs none is asked at the terminal
@@ -468,12 +458,12 @@ class LocalRuntime:
             call=command.call,
             cpus=self._cpus[local_rank] if self._cpus else frozenset(),
         )
-        if self._setup is not None:
-            spawn = partial(self._spawn_within_limit, self.entrypoint.spawner)
-            return await self._setup.spawn_worker(spawn, child_spec, local_rank)
-        if self.entrypoint.uses_forkserver:
-            return await self.entrypoint.spawner(child_spec)
-        return await self._spawn_within_limit(self.entrypoint.spawner, child_spec)
+        spawn, setup = self.entrypoint.spawner, self._setup
+        if not self.entrypoint.uses_forkserver:
+            spawn = partial(_spawn_within_limit, spawn)
+        if setup is None:
+            return await spawn(child_spec)
+        return await setup.spawn_worker(spawn, child_spec, local_rank)
 
     def _make_probes(self, **callbacks: Any) -> Probes:
         from elastic_aio.agent.probes import Probes  # few jobs have any
@@ -490,9 +480,6 @@ class LocalRuntime:
             **callbacks,
         )
 
-    async def _spawn_within_limit(self, spawner: Spawner, child_spec: ChildSpec) -> Child:
-        return await spawner(_with_original_limit(child_spec))
-
     async def start_command(
         self, argv: Sequence[str], output: int, local_rank: int | None = None
     ) -> Child:
@@ -500,16 +487,14 @@ class LocalRuntime:
 
         It writes to `output`.  Raises SpawnError.  A stop of the workers ends it too.
         """
-        null = self._standard_streams.null
-        if local_rank is None:
-            env = worker_env(self.spec, self.nproc, {self.tree.marker: marker_value()})
-        else:
-            env = self._worker_env[local_rank]
-        child_spec = ChildSpec(tuple(argv), env, self.spec.cwd, null, output, output)
-        spawn = partial(self._spawn_within_limit, self.entrypoint.command_spawner)
-        if self._setup is not None:
-            return await self._setup.spawn_command(spawn, child_spec)
-        return await spawn(child_spec)
+        env = self._command_env() if local_rank is None else self._worker_env[local_rank]
+        child_spec = ChildSpec(tuple(argv), env, self.spec.cwd, self.streams.null, output, output)
+        spawn = partial(_spawn_within_limit, self.entrypoint.command_spawner)
+        setup = self._setup
+        return await (setup.spawn_command(spawn, child_spec) if setup else spawn(child_spec))
+
+    def _command_env(self) -> dict[str, str]:
+        return worker_env(self.spec, self.nproc, {self.tree.marker: marker_value()})
 
     def starting(self) -> AbstractContextManager[None]:
         """Return a block in which workers are started, which the guardian learns at its end."""
@@ -522,12 +507,8 @@ class LocalRuntime:
         with self.tree.starting(), reset:
             return await spawner(child_spec)
 
-    def restore_terminal(self) -> None:
-        """Undo what a worker has done to the mode of the terminal; none runs any more."""
-        self._standard_streams.restore_terminal()
-
     @property
-    def _standard_streams(self) -> StandardStreams:
+    def streams(self) -> StandardStreams:
         assert self._streams is not None, "open() comes first"
         return self._streams
 
@@ -556,7 +537,6 @@ def _setup_of(spec: LaunchSpec, nproc: int, listeners: Listeners | None) -> Work
     return WorkerSetup(spec, nproc, listeners)
 
 
-def _with_original_limit(child_spec: ChildSpec) -> ChildSpec:
-    """Give a child the descriptor limit that this process had before it raised its own."""
-    soft = limit.original
-    return child_spec if soft is None else with_descriptor_limit(child_spec, soft)
+async def _spawn_within_limit(spawner: Spawner, child_spec: ChildSpec) -> Child:
+    """Start a child with the descriptor limit that this process had before it raised its own."""
+    return await spawner(with_descriptor_limit(child_spec, limit.original))

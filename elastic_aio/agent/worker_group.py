@@ -362,7 +362,7 @@ class WorkerGroup:
         """Finish the logs; no worker runs any more."""
         # The store stays: workers of other nodes may use it.
         await self._end_preparation()
-        self._runtime.restore_terminal()
+        self._runtime.streams.restore_terminal()
         self._runtime.liveness.close_workers()
         self._runtime.output.end_attempt(self.attempt)
         for record in self.records.values():

@@ -8,13 +8,7 @@ from typing import Final
 
 from elastic_aio.aio import create_task, run_in_thread
 from elastic_aio.errors import JobEnded, JobFailed, RendezvousFailed
-from elastic_aio.events import (
-    AttemptFailed,
-    Event,
-    JobFinished,
-    JobStarted,
-    WorkerStarted,
-)
+from elastic_aio.events import AttemptFailed, Event, JobFinished, JobStarted, WorkerStarted
 from elastic_aio.logs.console import LineWriter, Sink, SinkLost, styled
 from elastic_aio.outcome import EndCause, LaunchResult
 from elastic_aio.report import format_failure, format_success

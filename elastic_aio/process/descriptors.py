@@ -1,10 +1,9 @@
 """Descriptors of this process: how many it may have, and the standard streams of workers.
 
 The soft limit (RLIMIT_NOFILE) is raised only while a job needs more than it allows.  Each worker is
-then started through util-linux's `prlimit`, or `sh` where that is missing, which restores the old
-limit before it executes the worker (same pid).  Setting the limit from outside after the spawn
-would race with the worker's first instructions, and lowering it in this process around each spawn
-would make `open` fail in other threads.
+then started through util-linux's `prlimit`, or `sh`, which restores the old limit and executes the
+worker (same pid).  A limit set from outside after the spawn would race with the worker's first
+instructions, and a lower one in this process around each spawn would make `open` fail in threads.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class DescriptorLimit:
     original: int | None = None
     """The soft limit for workers; None: the present limit."""
     _reserved = 0  # by all jobs
-    _outside = 0  # open descriptors of no job, as far as they are known
+    _outside = 0  # known open descriptors of no job
 
     def reserve(self, workers: int, each: int = _PER_WORKER, *, further: int = 0) -> int:
         """Raise the limit for a job, if need be; `release` must follow.
@@ -64,9 +63,7 @@ class DescriptorLimit:
                 f"too few descriptors: {jobs} about {needed} and the limit is {hard}"
                 " (raise it with ulimit -n)"
             )
-        required = needed + _SPARE
-        if hard != resource.RLIM_INFINITY:
-            required = min(required, hard)
+        required = needed + _SPARE if hard == resource.RLIM_INFINITY else min(needed + _SPARE, hard)
         if soft != resource.RLIM_INFINITY and soft < required:
             resource.setrlimit(resource.RLIMIT_NOFILE, (required, hard))
             if self.original is None:
@@ -94,21 +91,22 @@ def set_soft_limit(soft: int) -> None:
 
 
 def _count_open(soft: int) -> int:
-    """Return how many descriptors this process has open; `soft` if none is left to list them."""
     try:
         return len(proc.own_descriptors())
     except OSError:
-        return soft
+        return soft  # none is left to list them
 
 
-def with_descriptor_limit(spec: ChildSpec, soft: int) -> ChildSpec:
+def with_descriptor_limit(spec: ChildSpec, soft: int | None) -> ChildSpec:
     """Return `spec` with a program that sets the soft limit and executes the original one.
 
-    A forked worker sets the limit before its call.
+    A forked worker sets the limit before its call.  None: the limit is not raised.
 
     Raises:
         SpawnError: the original program cannot be executed.
     """
+    if soft is None:
+        return spec
     if (call := spec.call) is not None:
 
         def limited() -> int:
@@ -117,15 +115,13 @@ def with_descriptor_limit(spec: ChildSpec, soft: int) -> ChildSpec:
 
         return replace(spec, call=limited)
     check_program(spec)
-    wrapper: tuple[str, ...]
     import shutil  # few programs raise the limit
 
+    # A shell exports PWD even if it was not set.
+    unset = "" if "PWD" in os.environ else "unset PWD; "
+    wrapper = ["/bin/sh", "-c", f'{unset}ulimit -S -n "$0" && exec "$@"', str(soft)]
     if prlimit := shutil.which("prlimit"):
-        wrapper = (prlimit, f"--nofile={soft}:", "--")
-    else:
-        # A shell exports PWD even if it was not set.
-        unset = "" if "PWD" in os.environ else "unset PWD; "
-        wrapper = ("/bin/sh", "-c", f'{unset}ulimit -S -n "$0" && exec "$@"', str(soft))
+        wrapper = [prlimit, f"--nofile={soft}:", "--"]
     return replace(spec, argv=(*wrapper, *spec.argv))
 
 

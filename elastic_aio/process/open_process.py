@@ -297,7 +297,7 @@ class Process:
         inherited = {name: value for name, value in os.environ.items() if name != NOTIFY_FD}
         env = {**(inherited if self._env is None else self._env), job.marker: marker_value()}
         spec = ChildSpec(self._argv, env, self._cwd, *ends, self._pass_fds)
-        return spec if limit.original is None else with_descriptor_limit(spec, limit.original)
+        return with_descriptor_limit(spec, limit.original)
 
     def _open_ends(self, standard: StandardStreams, opened: ExitStack) -> tuple[int, int, int]:
         """Return the descriptors that the process gets, which `opened` closes."""

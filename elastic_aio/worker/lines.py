@@ -20,23 +20,17 @@ def write_lines() -> None:
     # "lines" is the launcher's: an interpreter that the worker starts buffers nothing by it.
     if os.environ.get("PYTHONUNBUFFERED", "") not in ("", "0", "lines"):
         return
+    # A debugger at the terminal would step into the `write` of here.
+    may_debug = sys.stdin is not None and sys.stdin.isatty()
     stream: Any
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.reconfigure(line_buffering=True, write_through=False)
             stream._CHUNK_SIZE = 1 << 16  # bytes of a line that are still one write
-            stream.write = _split(stream.write)
+            if not may_debug:
+                stream.write = _split(stream.write)
         except (AttributeError, OSError, ValueError):
             pass  # there is none, or it is another implementation's
-    if sys.stdin is not None and sys.stdin.isatty():
-        sys.addaudithook(_on_audit)
-
-
-def _on_audit(event: str, _: object) -> None:
-    """Undo `write_lines` where a debugger begins, which would step into the `write` of here."""
-    if event == "sys.settrace":
-        for stream in (sys.stdout, sys.stderr):
-            vars(stream).pop("write", None)
 
 
 def _split(write: "Any") -> "Any":
