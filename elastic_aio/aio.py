@@ -205,8 +205,8 @@ async def run_in_thread(function: Callable[[*Ts], T], *args: *Ts, daemon: bool =
     return result
 
 
-async def read_file(path: str, offset: int = 0, size: int = -1) -> bytes:
-    """Read `size` bytes of a file off the loop, or raise OSError: a disk may be slow or silent.
+async def read_file(path: str) -> bytes:
+    """Read a file off the loop, or raise OSError: a disk may be slow or silent.
 
     Cancellation: a thread that a disk blocks runs on; it ends with the program.
     """
@@ -216,9 +216,7 @@ async def read_file(path: str, offset: int = 0, size: int = -1) -> bytes:
     # Not `async with`: its end closes the file in the loop's default executor.
     file = await aiofiles.open(path, "rb", executor=executor)
     try:
-        if offset:
-            await file.seek(offset)
-        content = await file.read(size)
+        content = await file.read()
     finally:
         await file.close()
     executor.shutdown()

@@ -505,16 +505,14 @@ async def test_without_threads_a_call_and_a_read_happen_here(
     assert await read_file(str(tmp_path / "file")) == b"0123456789"
 
 
-async def test_a_part_of_a_file_is_read(tmp_path: Path) -> None:
+async def test_a_file_is_read(tmp_path: Path) -> None:
     before = threading.active_count()
     path = tmp_path / "file"
     path.write_bytes(b"0123456789")
     assert await read_file(str(path)) == b"0123456789"
-    assert await read_file(str(path), 3, 4) == b"3456"
-    assert await read_file(str(path), 8, 100) == b"89"
     assert threading.active_count() == before
     with pytest.raises(FileNotFoundError):
-        await read_file(str(tmp_path / "missing"), 0, 1)
+        await read_file(str(tmp_path / "missing"))
 
 
 async def test_what_the_page_cache_has_is_read_without_a_thread(

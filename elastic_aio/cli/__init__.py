@@ -1,10 +1,4 @@
-"""`aio-elastic`: the command line.
-
-Exit codes: 0 success; the exit code of the root cause (128 + n for a signal) when the job
-failed; 128 + n when signal n stopped the job; 85 when it was preempted; 126 and 127 when a
-worker's command cannot be executed or found; 75 when the rendezvous failed; 2 for an invalid
-command line; 1 when the host lacks something that the job needs.
-"""
+"""`aio-elastic`: the command line.  docs/reference/exit-codes.md has its exit codes."""
 
 from __future__ import annotations
 
@@ -121,8 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from elastic_aio.cli.options import print_error
     from elastic_aio.text import did_you_mean
 
-    _fix_inherited_state()
-    arguments = sys.argv[1:] if argv is None else list(argv)
+    arguments = _start(argv)
     match arguments:
         case ["run", *rest]:
             return _run(rest, owns_process=argv is None)
@@ -153,9 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def main_torchrun(argv: Sequence[str] | None = None) -> int:
     """Run `aio-torchrun`: `aio-elastic run --torchrun-defaults`; return the exit code."""
-    _fix_inherited_state()
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    words = [_AS_TORCHRUN, *arguments]
+    words = [_AS_TORCHRUN, *_start(argv)]
     return _run(words, owns_process=argv is None, prog="aio-torchrun")
 
 
@@ -164,10 +155,8 @@ def main_launch(argv: Sequence[str] | None = None) -> int:
 
     Scripts get `--local-rank=N` as their first argument, except with `--use-env`.
     """
-    _fix_inherited_state()
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    prog = "python -m elastic_aio.launch"
-    return _run([_AS_TORCHRUN, *arguments], owns_process=argv is None, prog=prog, is_launch=True)
+    words, prog = [_AS_TORCHRUN, *_start(argv)], "python -m elastic_aio.launch"
+    return _run(words, owns_process=argv is None, prog=prog, is_launch=True)
 
 
 def _run(
@@ -198,8 +187,8 @@ def _run(
         return main_run(request, owns_process=owns_process)
 
 
-def _fix_inherited_state() -> None:
-    """Open closed standard streams, restore an ignored SIGCHLD, and let stdout take any text.
+def _start(argv: Sequence[str] | None) -> list[str]:
+    """Mend what this process has inherited; return its arguments, or those that are given.
 
     Otherwise the next opened file would become a closed standard stream, and the kernel would
     discard the exit statuses of the workers while SIGCHLD is ignored (wait(2)).
@@ -213,3 +202,4 @@ def _fix_inherited_state() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may know few characters
         sys.stdout.reconfigure(errors="backslashreplace")
+    return sys.argv[1:] if argv is None else list(argv)

@@ -234,9 +234,8 @@ def find_child(status: JobStatus, child: str) -> JobStatus:
 def check_child(job: RunningJob | JobRecord, child: str) -> None:
     """Raise UsageError if a job has no child of this path, as far as that is known."""
     status = job.status if isinstance(job, RunningJob) else job
-    if status is not None and status.find(child) is None:
-        known = ", ".join(one.child for one in status.descendants) or "none"
-        raise invalid_value("CHILD", f"must be a child of job {job}: {known}", child)
+    if status is not None:
+        find_child(status, child)
 
 
 def choose_job_to_change(name: str | None) -> RunningJob:

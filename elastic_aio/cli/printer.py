@@ -109,8 +109,7 @@ class EventPrinter:
             if not (child and self._said.endswith(reason.removeprefix(f"{child}: "))):
                 self.print(reason, _RED)
             # Half a second for hundreds of long tracebacks.
-            report = await run_in_thread(format_failure, error.result, name)
-            self._writer.put(shown_bytes(f"{report}\n"))
+            self.print_line(await run_in_thread(format_failure, error.result, name))
         else:
             text = one_line(str(error))
             if error.result.cause is EndCause.RUN_HAD_ENDED:

@@ -65,6 +65,8 @@ class LongLine(Struct, frozen=True):
 
     start: int
     end: int
+    is_begun: bool = False
+    """Whether this is the rest of a line whose beginning has been shown."""
 
 
 class Frame(Struct, frozen=True):
@@ -81,18 +83,14 @@ class LineSplitter:
     """
 
     def __init__(self, offset: int = 0) -> None:
-        self._offset = offset  # of the next byte to feed
+        self.offset = offset
+        """Offset of the next byte to feed."""
         self._held: bytes | None = b""  # the current frame; None: too long, in the file
         self._frame_start = offset  # offset at which the current frame begins
         self._text: bytes | LongLine = b""  # last frame of this line that is not empty
 
     def __repr__(self) -> str:
-        return f"<LineSplitter at {self._offset}, current frame from {self._frame_start}>"
-
-    @property
-    def offset(self) -> int:
-        """Offset of the next byte to feed."""
-        return self._offset
+        return f"<LineSplitter at {self.offset}, current frame from {self._frame_start}>"
 
     @property
     def needed(self) -> int:
@@ -102,7 +100,7 @@ class LineSplitter:
     def feed(self, data: bytes, is_behind: bool = False) -> list[Piece]:
         """Take the next bytes of the file; return what can be shown."""
         pieces: list[Piece] = []
-        base = self._offset
+        base = self.offset
         cut = data.rfind(b"\n") + 1
         if cut:
             begin = 0
@@ -115,10 +113,12 @@ class LineSplitter:
                 block = data[begin:cut] if begin or not self._held else self._held + data[:cut]
                 pieces.append(Lines(_last_frames(block)))
             self._begin_line(base + cut)
-        self._offset = base + cut
+        self.offset = base + cut
         self._extend(data[cut:])
-        if b"\r" in data[cut:] and (frame := self._current_frame()):
-            pieces.append(Frame(frame))
+        if b"\r" in data[cut:] and self._held is not None:
+            # The current frame, or the one before while it is empty.
+            frame = self._held or (b"" if isinstance(self._text, LongLine) else self._text)
+            pieces += [Frame(frame)] if frame else []
         return pieces
 
     def finish(self) -> list[Piece]:
@@ -126,7 +126,7 @@ class LineSplitter:
         if self._held == b"" and self._text == b"":
             return []
         piece = self._end_line()
-        self._begin_line(self._offset)
+        self._begin_line(self.offset)
         return [piece]
 
     def _extend(self, data: bytes) -> None:
@@ -134,12 +134,12 @@ class LineSplitter:
         self._grow(head)
         for frame in frames:
             self._keep_text()
-            self._offset += 1
-            self._held, self._frame_start = b"", self._offset
+            self.offset += 1
+            self._held, self._frame_start = b"", self.offset
             self._grow(frame)
 
     def _grow(self, data: bytes) -> None:
-        self._offset += len(data)
+        self.offset += len(data)
         if self._held is not None:
             self._held += data
             if len(self._held) > HELD_MAX:
@@ -147,7 +147,7 @@ class LineSplitter:
 
     def _keep_text(self) -> None:
         if self._held is None:
-            self._text = LongLine(self._frame_start, self._offset)
+            self._text = LongLine(self._frame_start, self.offset)
         elif self._held:
             self._text = self._held
 
@@ -157,13 +157,8 @@ class LineSplitter:
         return text if isinstance(text, LongLine) else Lines(text + b"\n")
 
     def _begin_line(self, offset: int) -> None:
-        self._offset = self._frame_start = offset
+        self.offset = self._frame_start = offset
         self._held, self._text = b"", b""
-
-    def _current_frame(self) -> bytes:
-        if self._held:
-            return self._held
-        return b"" if isinstance(self._text, LongLine) or self._held is None else self._text
 
 
 class RawSplitter:
@@ -214,12 +209,8 @@ def _last_frames(block: bytes) -> bytes:
     """Reduce each line of a block to its last frame that is not empty."""
     if b"\r" not in block:
         return block
-    return b"\n".join(
-        next((frame for frame in reversed(line.split(b"\r")) if frame), b"")
-        if b"\r" in line
-        else line
-        for line in block.split(b"\n")
-    )
+    lines = (line.split(b"\r") for line in block.split(b"\n"))
+    return b"\n".join(next(filter(None, reversed(frames)), b"") for frames in lines)
 
 
 def with_prefix(block: bytes, prefix: bytes) -> bytes:

@@ -175,8 +175,9 @@ class Tee:
                 reason = error_reason(tailer.error)
                 tailer.view.on_lost(f"the file cannot be read: {reason}", tailer.unshown)
             elif tailer in is_read:
-                reason = f"a line of more than {counted(tailer.held, 'byte')} is still being read"
-                tailer.view.on_lost(reason, tailer.held + (tailer.unshown or 0))
+                held = tailer.offset - tailer.needed
+                reason = f"a line of more than {counted(held, 'byte')} is still being read"
+                tailer.view.on_lost(reason, held + (tailer.unshown or 0))
             else:
                 blocked[tailer.view.sink] = blocked.get(tailer.view.sink, 0) + (tailer.unshown or 0)
         return blocked
@@ -213,10 +214,7 @@ class Tee:
 
         for token, event in events.items():
             if (tailer := self._tailers.get(token)) is not None:
-                if event & IN_OPEN:
-                    tailer.note_open()
-                if event & IN_MODIFY:
-                    tailer.note_write()
+                tailer.note(is_opened=bool(event & IN_OPEN), is_written=bool(event & IN_MODIFY))
                 self._pumps[tailer.view.sink].wake(tailer)
 
 
@@ -231,9 +229,8 @@ class _Pump:
         self._queued: set[LogTailer] = set()
         self._timers: dict[LogTailer, asyncio.TimerHandle] = {}
         self._woken = asyncio.Event()
-        # The C library learns from a large block that is freed to keep the memory of the chunks:
-        # otherwise each one is returned to the kernel and faulted in again (mallopt(3),
-        # M_TRIM_THRESHOLD), which takes as long as the copy.
+        # By a large block that is freed, the C library learns to keep the memory of the chunks: to
+        # fault each one in again takes as long as the copy (mallopt(3), M_TRIM_THRESHOLD).
         bytes(_FREED)
         self._is_closed = False
         self._is_lost = False
@@ -304,13 +301,6 @@ class _Pump:
 # ------------------------------------------------------------------------------ one file
 
 
-class _LongLineRest(Struct, frozen=True):
-    """The rest of a long line whose prefix has been written."""
-
-    start: int
-    end: int
-
-
 class LogTailer:
     """Copies one file to one sink; what is not copied yet stays in the file."""
 
@@ -326,7 +316,7 @@ class LogTailer:
         self._make_splitter = RawSplitter if view.is_raw else LineSplitter
         self._splitter: LineSplitter | RawSplitter = self._make_splitter(offset)
         # Read but not written yet; empty except after a cancellation.
-        self._queue: deque[Piece | _LongLineRest] = deque()
+        self._queue: deque[Piece] = deque()
         self._pending_frame = b""
         self._shown_frame: bytes | None = None
         self._next_frame_at = 0.0
@@ -335,13 +325,10 @@ class LogTailer:
         state = "finished" if self.finished.done() else "ending" if self.is_ending else "following"
         return f"<LogTailer {state}, {self._splitter!r}>"
 
-    def note_open(self) -> None:
-        """Note that the kernel has reported the opening of the file by a process."""
-        self._file.is_opened = True
-
-    def note_write(self) -> None:
-        """Note that the kernel has reported a write to the file."""
-        self._file.is_written = True
+    def note(self, *, is_opened: bool, is_written: bool) -> None:
+        """Note what the kernel has reported of the file."""
+        self._file.is_opened |= is_opened
+        self._file.is_written |= is_written
 
     async def copy(self) -> bool:
         """Copy one chunk; return whether to call again at once.  Call it with the sink's lock held.
@@ -377,9 +364,8 @@ class LogTailer:
         self._file.restart()
         if not self._is_truncated:
             self._is_truncated = True
-            self.view.on_lost(
-                "the file was truncated, and what was not shown by then is gone", None
-            )
+            why = "the file was truncated, and what was not shown by then is gone"
+            self.view.on_lost(why, None)
         await self._show(rest)
 
     @property
@@ -391,11 +377,6 @@ class LogTailer:
     def needed(self) -> int:
         """The position of the first byte that is still to be shown."""
         return self._splitter.needed
-
-    @property
-    def held(self) -> int:
-        """The number of bytes that are read of an unfinished line."""
-        return self._splitter.offset - self._splitter.needed
 
     @property
     def unshown(self) -> int | None:
@@ -422,24 +403,22 @@ class LogTailer:
             self.finished.set_result(None)
 
     async def _show(self, pieces: Sequence[Piece]) -> None:
-        """Show what a cancelled call has left, then `pieces`.
-
-        A piece leaves the queue before it is written: the sink completes a cancelled write.
-        """
+        """Show what a cancelled call has left, then `pieces`."""
+        # A piece leaves the queue before it is written: the sink completes a cancelled write.
         self._queue.extend(pieces)
         while self._queue:
             match self._queue.popleft():
                 case Lines(block):
                     await self._show_lines(block)
+                case LongLine(start, end, is_begun=True):
+                    await self._show_rest(start, end)
                 case LongLine(start, end):
                     self._pending_frame, self._shown_frame = b"", None
-                    self._queue.appendleft(_LongLineRest(start, end))
+                    self._queue.appendleft(LongLine(start, end, is_begun=True))
                     if self.view.line_filter is not None:
                         beginning = self._file.read_again(start, end)
                         self.view.line_filter.copy(beginning + b"\n", self.view.prefix())
                     await self.view.sink.write(self._styled_prefix())
-                case _LongLineRest(start, end):
-                    await self._show_rest(start, end)
                 case Frame(text):
                     await self._show_frame(text)
 
@@ -462,10 +441,10 @@ class LogTailer:
         try:
             data = self._file.read_again(start, end)
         except OSError:
-            self._queue.appendleft(_LongLineRest(start, end))
+            self._queue.appendleft(LongLine(start, end, is_begun=True))
             raise
         if data:  # else the file was truncated
-            self._queue.appendleft(_LongLineRest(start + len(data), end))
+            self._queue.appendleft(LongLine(start + len(data), end, is_begun=True))
             await self.view.sink.write(data)
             await asyncio.sleep(0)  # yield to other tasks: a write to a file does not wait
         else:

@@ -137,8 +137,7 @@ async def test_a_file_that_is_written_again_is_shown_again(bench: Bench, second:
     bench.append(b"line 1\n")
     await bench.copy_all()
     bench.path.write_bytes(second)
-    bench.tailer.note_open()
-    bench.tailer.note_write()
+    bench.tailer.note(is_opened=True, is_written=True)
     await bench.copy_all()
     while (due := bench.tailer.due_at) is not None:
         await asyncio.sleep(due - asyncio.get_running_loop().time())
