@@ -42,9 +42,9 @@ _loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, int] = weakref.Weak
 
 def separate_in_forks(until: asyncio.Future[None]) -> None:
     """Give the copy of the loop in each fork of this process an epoll set of its own."""
-    # A fork shares the set with its parent (epoll(7)).  If the fork closes its copy of the loop, as
-    # `sys.exit` in a coroutine does, it would remove all that the parent waits for.  An own set
-    # reports nothing, so a fork can go on with the loop only after `until`.
+    # A fork that closes its copy of the loop, as `sys.exit` in a coroutine does, would remove all
+    # that the parent waits for from a shared set (epoll(7)).  An own set reports nothing, so a fork
+    # can go on with the loop only after `until`.
     loop = until.get_loop()
     _loops[loop] = _loops.get(loop, 0) + 1
     until.add_done_callback(_share_with_forks)
@@ -98,10 +98,7 @@ def check_select() -> None:
 
 
 def running_loop() -> asyncio.AbstractEventLoop:
-    """Return the running event loop; RuntimeError if trio runs this code, for example.
-
-    HostError: see `check_select`.
-    """
+    """Return the running loop, or raise RuntimeError under trio, HostError: see `check_select`."""
     # Public entry points call it before they do anything.
     check_select()
     try:

@@ -33,11 +33,7 @@ def event_to_json(event: Event) -> bytes:
 
 
 def event_from_json(line: bytes | str) -> Event:
-    """Read what `event_to_json` wrote.
-
-    Raises:
-        ValueError: the line is not an event, or its schema is newer than `SCHEMA`.
-    """
+    """Read what `event_to_json` wrote, or raise ValueError: it is no event, or a newer schema."""
     return event_from_fields(from_json(os_bytes(line) if isinstance(line, str) else line, dict))
 
 

@@ -37,15 +37,12 @@ def format_duration(seconds: float) -> str:
 
 # The limit behind an error of the kernel, and the option of `ulimit` that raises it.
 _LIMITS: Final = {errno.EMFILE: ("RLIMIT_NOFILE", "-n"), errno.EFBIG: ("RLIMIT_FSIZE", "-f")}
-
-
 # What a sandbox, an old kernel or a file system answers to a call that it does not have.
 _NO_CALL: Final = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, 524}
 
 
 def error_reason(error: OSError) -> str:
-    """Return why a call failed, as the end of a sentence: `no such file or directory`."""
-    # It names the resource limit that made the call fail, if there was one, or a refused call.
+    """Return why a call failed, with a limit that made it fail: `no such file or directory`."""
     reason = lower_first(error.strerror or str(error) or type(error).__name__)
     if error.errno in _LIMITS:
         import resource  # for errors only: workers load this module
@@ -114,7 +111,7 @@ def printable(text: str) -> str:
     """
     if (text := redacted(text)).isprintable():
         return text
-    escaped = escape_surrogates(text)
+    escaped = shown_bytes(text).decode()
     return "".join(char if char.isprintable() or char == "\t" else " " for char in escaped)
 
 
@@ -143,13 +140,8 @@ def format_value(value: object, limit: int = 120) -> str:
     return one_line(text, limit)
 
 
-def escape_surrogates(text: str) -> str:
-    """Return `text` for people: each lone surrogate, which no console takes, as `\\udcXX`."""
-    return shown_bytes(text).decode()
-
-
 def shown_bytes(text: str) -> bytes:
-    """Return the UTF-8 of `escape_surrogates`, for a console."""
+    """Return UTF-8 for people: each lone surrogate, which no console takes, as `\\udcXX`."""
     return text.encode("utf-8", "backslashreplace")
 
 

@@ -61,8 +61,7 @@ def dataclass_fields(
         for name, kind, default, is_hidden in fields
     ]
     made: Any = dataclasses.make_dataclass(owner.__name__, settings, kw_only=True)
-    found: dict[str, dataclasses.Field[Any]] = made.__dataclass_fields__
-    return found
+    return dict(made.__dataclass_fields__)
 
 
 # In JSON: what is no surrogate alone; a byte that is not UTF-8 (PEP 383); another surrogate.

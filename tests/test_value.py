@@ -20,7 +20,7 @@ from elastic_aio import ExitStatus, JobFailed, LaunchResult, NodeRange, Rendezvo
 from elastic_aio.outcome import AttemptResult, Failure, Goodput, JobState, WorkerResult
 from elastic_aio.spec.rendezvous import EngineSpec
 from elastic_aio.spec.restart import Backoff
-from elastic_aio.text import escape_surrogates
+from elastic_aio.text import shown_bytes
 from elastic_aio.value import Value, from_json, to_json
 from elastic_aio.worker_error import WorkerError
 
@@ -141,7 +141,7 @@ def test_json_has_no_other_surrogate(text: str) -> None:
     read = from_json(to_json([text]), list[str])[0]
     os.fsencode(read)
     joined = text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
-    assert escape_surrogates(read) == escape_surrogates(joined)
+    assert shown_bytes(read) == shown_bytes(joined)
 
 
 def test_numbers_that_json_lacks_are_null_beside_any_text() -> None:

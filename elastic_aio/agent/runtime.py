@@ -181,10 +181,8 @@ class LocalRuntime:
     async def open(self) -> None:
         """Make the run's directory, and start the guardian and the fork server.
 
-        Raises SpecError if the log directory cannot be used, a function not be pickled, or a worker
-        not be bound; HostError if this host lacks something.
-
-        Cancellation: nothing of the runtime is left open.
+        SpecError: the log directory cannot be used, a function not be pickled, or a worker not be
+        bound.  HostError: this host lacks something.  Cancellation: nothing is left open.
         """
         try:
             await self._open()
@@ -218,14 +216,13 @@ class LocalRuntime:
         )
         self._guardian.start()
         self.output.open(self._streams)
-        if self._setup is not None and self._setup.account.owner != (-1, -1):
-            self.output.directory.give_to(self._setup.account.owner)
         if self.spec.ready is not None:
             self.output.check_readable("ready", self.spec.ready.streams)
         self.liveness.open()
-        owner = self.output.directory.owner
-        if owner is not None and self.liveness.timer_file:
-            os.chown(self.liveness.timer_file, *owner)
+        if self._setup is not None and self._setup.owner != (-1, -1):
+            self.output.directory.give_to(self._setup.owner)
+            if self.liveness.timer_file:
+                os.chown(self.liveness.timer_file, *self._setup.owner)
         if self._adopts_orphans:
             self._tree.orphans.adopt()
         streams = (self._streams.null, self._streams.inherited(1), self._streams.inherited(2))
@@ -338,10 +335,10 @@ class LocalRuntime:
         return self.output.attempt_directory(attempt)
 
     async def open_master(self, group_rank: int, master: tuple[str, int] | None) -> tuple[str, int]:
-        """Return address and port at which the workers of the current attempt meet.
+        """Return address and port at which the workers of the current attempt meet, or HostError.
 
-        The node of `group_rank` 0 serves the store at `master`, on which the nodes have agreed,
-        None if all workers are on this host.  Raises HostError if it cannot bind the port.
+        The node of `group_rank` 0 serves the store at `master`, on which the nodes have agreed;
+        None if all workers are on this host.
         """
         if self.entrypoint.bare is not None:
             return MASTER_ADDR, 0

@@ -119,10 +119,7 @@ def choose_job(
 ) -> RunningJob:
     """Return the job of this name, or the only job, among `jobs` or all of this user.
 
-    With `begins` the name may be the beginning of a run id.
-
-    Raises:
-        UsageError: there is no such job, or there are several.
+    With `begins` the name may be the beginning of a run id.  UsageError: there is none, or several.
     """
     jobs = find_jobs() if jobs is None else jobs
     try:
@@ -239,11 +236,7 @@ def check_child(job: RunningJob | JobRecord, child: str) -> None:
 
 
 def choose_job_to_change(name: str | None) -> RunningJob:
-    """Return the job of this name; a person at a terminal may mean the only job.
-
-    Raises:
-        UsageError: there is no such job, there are several, or a script has not named it.
-    """
+    """Return the job of this name, or for a person at a terminal the only job."""
     job = choose_job(name)
     if name is None and not (sys.stdin.isatty() and sys.stdout.isatty()):
         problem = "must be given where standard input or output is no terminal"

@@ -45,8 +45,7 @@ _OPTION_LIKE: Final = r"-(?!\d+$|\d*\.\d+$)[^ ]+$"
 def split_options(argv: Sequence[str], options: Sequence[Option]) -> tuple[list[str], list[str]]:
     """Separate options, in their full dashed spelling, from the script and its arguments.
 
-    Raises:
-        UsageError: an option is unknown or ambiguous, or lacks its value.
+    UsageError: an option is unknown or ambiguous, or lacks its value.
     """
     metavars = {option.name: option.metavar for option in options} | {"help": ""}
     own = {option.name for option in options if option.is_own}
@@ -135,10 +134,8 @@ def fields_from(
     """Return the fields of a spec, without its parts, that the options set, by their names.
 
     `forms` make a field of the label and the text of its option, by the `dest`.  Other fields have
-    the form of their check: a number, a switch, or a text, whose check then follows.
-
-    Raises:
-        UsageError: one line that names the option, the problem and the value.
+    the form of their check: a number, a switch, or a text, whose check then follows.  Raises
+    UsageError.
     """
     found: dict[str, Any] = {}
     for name, described in spec_fields(owner).items():
@@ -164,10 +161,9 @@ def fields_from(
 
 
 def value_from_env(option: Option, env: Mapping[str, str]) -> str | None:
-    """Return the value of the option's PET_* variable; None if it is unset or a flag is 0.
+    """Return the value of the option's PET_* variable, or raise UsageError.
 
-    Raises:
-        UsageError: the variable of a flag is not a number.
+    None: it is unset, or the 0 of a flag.
     """
     value = env.get(option.variable) if option.has_variable else None
     if value is None or not option.is_flag:
@@ -180,12 +176,9 @@ def value_from_env(option: Option, env: Mapping[str, str]) -> str | None:
 def choose_loop(choice: str, *, serves_store: bool = False) -> LoopFactory | None:
     """Return the factory of the event loop for a sub-command; None is asyncio's own loop.
 
-    "auto" takes uvloop, if installed, for `aio-elastic store` (0.43 of the time with 64 clients),
-    and asyncio's loop for `aio-elastic run`, where uvloop makes no difference beyond the noise
-    (0.99 with 8 workers, 1.02 with 16 nodes); see docs/benchmarks.md, "Event loops".
-
-    Raises:
-        UsageError: `choice` is something else, or "uvloop" and cannot be used.
+    "auto" takes uvloop, if installed, for `aio-elastic store`, and asyncio's loop for `aio-elastic
+    run`, where uvloop makes no difference (docs/benchmarks.md, "Event loops").  UsageError: the
+    `choice` is something else, or "uvloop" and cannot be used.
     """
     if choice not in LOOPS:
         raise checks.invalid_value("--loop", "must be 'auto', 'asyncio' or 'uvloop'", choice)
@@ -211,7 +204,8 @@ def print_error(command: str, text: str, code: int) -> int:
     if text.startswith("--") and " (got " in text and os.isatty(2):
         hint = f"; see aio-elastic help {text.partition(':')[0]}"
     try:
-        StandardStream(2).write(shown_bytes(f"{prefix}: {one_line(text)}{hint}\n"))
+        stream = StandardStream(2, "w", closefd=False)
+        stream.write(shown_bytes(f"{prefix}: {one_line(text)}{hint}\n"))
     except OSError:
         pass  # closed, full or broken: the exit code remains
     return code

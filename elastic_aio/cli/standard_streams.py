@@ -13,10 +13,7 @@ from typing import Any
 
 
 class StandardStream(io.FileIO):
-    """A descriptor, which stays open; a write waits until all is written, also with O_NONBLOCK."""
-
-    def __init__(self, descriptor: int) -> None:
-        super().__init__(descriptor, "w", closefd=False)
+    """A descriptor; a write waits until all is written, also with O_NONBLOCK."""
 
     def write(self, data: Any, /) -> int:
         left = memoryview(data)
@@ -37,7 +34,7 @@ def use_standard_streams() -> None:
             continue
         former.flush()
         stream = io.TextIOWrapper(
-            io.BufferedWriter(StandardStream(descriptor)),
+            io.BufferedWriter(StandardStream(descriptor, "w", closefd=False)),
             former.encoding,
             former.errors,
             line_buffering=former.line_buffering or former.write_through,

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from elastic_aio._version import __version__
 from elastic_aio.status import PHASES, WORKER_STATES, JobStatus, WorkerStatus
-from elastic_aio.text import escape_surrogates
+from elastic_aio.text import shown_bytes
 
 CONTENT_TYPE: Final = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
@@ -144,7 +144,8 @@ def _lines(family: _Family) -> list[str]:
 
 def _labels(labels: Mapping[str, str]) -> str:
     pairs = ",".join(
-        f'{name}="{escape_surrogates(text).translate(_ESCAPES)}"' for name, text in labels.items()
+        f'{name}="{shown_bytes(text).decode().translate(_ESCAPES)}"'
+        for name, text in labels.items()
     )
     return f"{{{pairs}}}" if pairs else ""
 

@@ -275,7 +275,6 @@ class _Pump:
     async def _copy(self, tailer: LogTailer) -> bool:
         try:
             async with self._sink.lock:
-                await tailer.show_pending_frame()
                 more = await tailer.copy()
         except SinkLost:
             if not self._is_lost:
@@ -339,6 +338,8 @@ class LogTailer:
             SinkLost: the console accepts no more output.
             OSError: the file cannot be read.
         """
+        if self._pending_frame:
+            await self._show_frame(self._pending_frame)
         await self._show([])
         now = math.inf if self.is_ending else asyncio.get_running_loop().time()
         data = self._file.read(self._splitter.offset, now)
@@ -390,11 +391,6 @@ class LogTailer:
         if (when := self._file.look_again_at) is not None:
             times.append(when)
         return min(times, default=None)
-
-    async def show_pending_frame(self) -> None:
-        """Show the pending frame if it is due; call it with the sink's lock held."""
-        if frame := self._pending_frame:
-            await self._show_frame(frame)
 
     def close(self) -> None:
         """Stop following the file.  Idempotent."""

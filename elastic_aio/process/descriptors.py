@@ -19,8 +19,6 @@ from elastic_aio.errors import HostError
 from elastic_aio.process import proc
 from elastic_aio.process.children import ChildSpec, check_program
 
-# Descriptors of one worker: asyncio's pidfd and ours, and two logs that are followed.
-_PER_WORKER = 4
 # Descriptors of the agent itself: guardian, session list, inotify, console, and for a
 # moment the log files of the worker that is being spawned and the spawn's own.
 _BASE = 16
@@ -42,14 +40,12 @@ class DescriptorLimit:
     _reserved = 0  # by all jobs
     _outside = 0  # known open descriptors of no job
 
-    def reserve(self, workers: int, each: int = _PER_WORKER, *, further: int = 0) -> int:
+    def reserve(self, workers: int, each: int, *, further: int = 0) -> int:
         """Raise the limit for a job, if need be; `release` must follow.
 
         Each worker takes `each` descriptors, the job `further`.  Returns how many are reserved.
-
-        Raises:
-            HostError: the hard limit is too low.  A supervisor without descriptors
-                could not find the processes that it has to stop.
+        HostError: the hard limit is too low.  A supervisor without descriptors could not find the
+        processes that it has to stop.
         """
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         own = _FURTHER if self._reserved else _BASE
@@ -100,10 +96,8 @@ def _count_open(soft: int) -> int:
 def with_descriptor_limit(spec: ChildSpec, soft: int | None) -> ChildSpec:
     """Return `spec` with a program that sets the soft limit and executes the original one.
 
-    A forked worker sets the limit before its call.  None: the limit is not raised.
-
-    Raises:
-        SpawnError: the original program cannot be executed.
+    A forked worker sets the limit before its call.  None: the limit is not raised.  SpawnError: the
+    original program cannot be executed.
     """
     if soft is None:
         return spec
@@ -128,21 +122,17 @@ def with_descriptor_limit(spec: ChildSpec, soft: int | None) -> ChildSpec:
 class StandardStreams:
     """This process's standard streams, and `/dev/null`; must be closed.
 
-    In a program that was started without standard streams, the next files that it opens, such as
-    its event loop, get their numbers.  Python and libuv open everything with FD_CLOEXEC, so a
-    descriptor with this flag is no standard stream.
+    In a program that was started without standard streams, its next files, such as its event loop,
+    get their numbers.  They have FD_CLOEXEC, by Python and libuv: a standard stream does not.
     """
 
     holder: ClassVar[StandardStreams | None] = None
     """Of which a worker has the terminal."""
 
     def __init__(self) -> None:
-        """Open `/dev/null`, and occupy the numbers of closed standard streams with it.
+        """Open `/dev/null`, also as each closed standard stream, or raise OSError.
 
-        Otherwise a file of the job would get such a number, and could not be passed on.
-
-        Raises:
-            OSError: no descriptor is left.
+        A file of the job with such a number could not be passed on.
         """
         self._opened: list[int] = []
         while not self._opened or self._opened[-1] <= 2:

@@ -22,7 +22,7 @@ from elastic_aio.spec.checks import (
 )
 from elastic_aio.spec.fields import ConfKey, SpecValue, field
 from elastic_aio.spec.tls import TlsSpec, checked_tls
-from elastic_aio.text import escape_surrogates
+from elastic_aio.text import shown_bytes
 from elastic_aio.value import Value
 
 DEFAULT_PORT: Final = 29400
@@ -91,7 +91,7 @@ RETENTION_MIN: Final = 60
 
 
 def _unicode(name: str, value: object) -> str:
-    if (text := checked_text(name, value)) != escape_surrogates(text):
+    if (text := checked_text(name, value)) != shown_bytes(text).decode():
         raise SpecError(name, f"{len(text)} characters", "must be text in UTF-8")
     return text
 

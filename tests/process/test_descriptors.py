@@ -29,7 +29,7 @@ def raised_from(soft: int, hard: int, workers: int) -> list[str]:
         "soft, hard, workers = map(int, sys.argv[1:])\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))\n"
         "try:\n"
-        "    limit.reserve(workers)\n"
+        "    limit.reserve(workers, 4)\n"
         "    print(limit.original)\n"
         "except HostError as error:\n"
         "    print(str(error).replace(' ', '_'))\n"
@@ -75,7 +75,7 @@ def test_the_needs_of_concurrent_jobs_are_added_up() -> None:
         originals = []
         jobs = []
         for workers in (1, 256, 300):
-            jobs.append(limit.reserve(workers))
+            jobs.append(limit.reserve(workers, 4))
             originals.append(limit.original)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= (1 + 256 + 300) * 4
         for job in jobs:
@@ -95,9 +95,9 @@ def test_what_other_jobs_have_open_is_counted_once() -> None:
     outside = len(os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
-        jobs = [limit.reserve(100)]
+        jobs = [limit.reserve(100, 4)]
         opened += [os.dup(0) for _ in range(jobs[0])]
-        jobs += [limit.reserve(100)]
+        jobs += [limit.reserve(100, 4)]
         reached = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         assert sum(jobs) + outside <= reached < sum(jobs) + outside + 100
         for job in jobs:
