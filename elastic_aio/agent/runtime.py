@@ -219,10 +219,10 @@ class LocalRuntime:
         if self.spec.ready is not None:
             self.output.check_readable("ready", self.spec.ready.streams)
         self.liveness.open()
-        if self._setup is not None and self._setup.owner != (-1, -1):
-            self.output.directory.give_to(self._setup.owner)
+        if self._setup is not None and self._setup.account.owner != (-1, -1):
+            self.output.directory.give_to(self._setup.account.owner)
             if self.liveness.timer_file:
-                os.chown(self.liveness.timer_file, *self._setup.owner)
+                os.chown(self.liveness.timer_file, *self._setup.account.owner)
         if self._adopts_orphans:
             self._tree.orphans.adopt()
         streams = (self._streams.null, self._streams.inherited(1), self._streams.inherited(2))

@@ -12,8 +12,8 @@ from tests.support.culprits import JOBS, PRELUDE, Job
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-# What is not known: which of two came first whose words are a millisecond apart, and what has become
-# of one that still runs when another fails by itself.
+# What is not known: which of two came first whose words are a millisecond apart, and what has
+# become of one that still runs when another fails by itself.
 UNKNOWN = {"slow end of the other", "reset by a storage, and words of a peer"}
 
 
