@@ -371,7 +371,8 @@ async def test_a_failure_is_not_lost_to_an_instruction(tmp_path: Path, is_begin:
 
 async def test_an_error_recorded_before_a_stop_round_is_reported(tmp_path: Path) -> None:
     """A worker that has failed by itself is a culprit, even if the stop was faster than its end."""
-    text = json.dumps({"message": {"message": "ValueError: x", "extraInfo": {"timestamp": "1"}}})
+    extra = {"timestamp": str(int(time.time()))}
+    text = json.dumps({"message": {"message": "ValueError: x", "extraInfo": extra}})
     first = f"""echo '{text}' > "$TORCHELASTIC_ERROR_FILE" """
     async with member(node_spec(tmp_path, noting(first=first), 1)) as node:
         node.rendezvous.start_round(0)

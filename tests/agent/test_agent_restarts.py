@@ -195,7 +195,7 @@ async def test_the_policy_judges_the_cause_of_a_lost_peer(tmp_path: Path, code: 
     script = """
     if [ $RANK = 0 ]; then
         exec 3> "$NOTES/connection"
-        echo "ConnectionResetError: [Errno 104] Connection reset by peer" >&2
+        echo "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer" >&2
         exit 1
     fi
     read < "$NOTES/connection"  # until rank 0 has ended

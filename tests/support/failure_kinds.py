@@ -266,7 +266,7 @@ JOBS = [
     python("one of several workers", "import os, time\nif os.environ['RANK'] == '1': raise ValueError('bad batch')\n"
            "time.sleep(99)", "rank 1 raises, rank 0 is stopped", "--nproc-per-node", "2"),
     python("lost peer in a job", "import os, socket, time\nif os.environ['RANK'] == '0':\n    time.sleep(0.5)\n"
-           "    raise ValueError('bad batch')\nraise ConnectionResetError(104, 'Connection reset by peer')",
+           "    raise ValueError('bad batch')\nraise RuntimeError('[gloo/transport/tcp/pair.cc:553] Connection closed by peer')",
            "rank 1 loses rank 0, which then raises", "--nproc-per-node", "2"),
     python("stop by a signal", READY, "SIGTERM to the launcher", during=lambda job: job.send(signal.SIGTERM)),
     python("stop by a user", READY, "`aio-elastic stop`",

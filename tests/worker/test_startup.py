@@ -110,7 +110,7 @@ def test_what_the_script_has_recorded_itself_stays(tmp_path: Path) -> None:
 def test_what_a_helper_has_recorded_long_ago_does_not_stay(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         "import os\npath = os.environ['TORCHELASTIC_ERROR_FILE']\n"
-        "open(path, 'w').write('{\"message\": \"old\"}')\nos.utime(path, (5, 5))\n"
+        'open(path, \'w\').write(\'{"message": "old", "timestamp": "5"}\')\n'
         "raise ValueError(7)"
     )
     run_script(["script.py"], tmp_path, hooked=True)
