@@ -82,6 +82,7 @@ SEE = {
 }
 
 GUIDES = {
+    "WorkerExited": "failures.md#where-the-reason-comes-from",
     "AttemptFailed": "failures.md#known-causes",
     "Restarting": "runbook.md#a-job-restarts",
     "StopRequested": "stopping.md#what-happens-in-a-stop",

@@ -53,6 +53,7 @@ ARGUMENTS: dict[str, Callable[..., Any]] = {
     "name": Store.prefixed,
     "nprocs": spawn,
     "number": Agent.scale,
+    "pass_fds": open_process,
     "peer_timeout": RemoteStore,
     "ping_interval": RemoteStore,
     "port": StoreServer,
