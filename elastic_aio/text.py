@@ -91,7 +91,12 @@ def redacted(text: str) -> str:
         return text
     import re  # for such texts only: workers load this module
 
-    return re.sub(r'(//[^\s/:@"[]*:)(?!\d+[/?#])[^\s"\\]*@', r"\1***@", text)
+    def hide(match: re.Match[str]) -> str:
+        _, at, rest = match[2].rpartition("@")
+        return f"{match[1]}***@{rest}" if at else match[0]
+
+    # Nothing is read twice: a worker may write a megabyte without a space.
+    return re.sub(r'(//[^\s/:@"[]*+:)(?!\d+[/?#])([^\s"\\]*+)', hide, text)
 
 
 def one_line(text: str, limit: int | None = None) -> str:
