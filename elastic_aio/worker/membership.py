@@ -101,3 +101,4 @@ def write_pending_change(path: str, change: PendingChange | None) -> None:
         return
     text = f"{change.deadline!r} {change.number}\n{change.reason}"
     replace_file(path, text.encode(errors="backslashreplace"))
+    os.chmod(path, 0o644)  # whatever the umask: the workers may be another user's

@@ -49,6 +49,15 @@ def test_outside_of_a_job_of_several_nodes_no_change_is_pending(
     write_pending_change("", PendingChange("d joined", 1.0))  # no directory
 
 
+def test_a_worker_of_another_user_reads_the_change_whatever_the_umask(file: Path) -> None:
+    umask = os.umask(0o077)
+    try:
+        write_pending_change(str(file), PendingChange("d joined", 1.0))
+    finally:
+        os.umask(umask)
+    assert file.stat().st_mode & 0o777 == 0o644
+
+
 def test_a_surrogate_in_a_reason_breaks_no_worker(file: Path) -> None:
     write_pending_change(str(file), PendingChange("node \udcff joined", 2.0))
     assert pending_change() == PendingChange(r"node \udcff joined", 2.0)
