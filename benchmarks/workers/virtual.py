@@ -32,9 +32,11 @@ from unittest import mock
 from elastic_aio.rendezvous import coordinator, coordinator_runner
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
-from elastic_aio.testing import SimNode, Simulation
+from elastic_aio.testing import SimNode
+from elastic_aio.testing.checked import CheckedSimulation
 from elastic_aio.testing.network import SimProcess, SimTransport
-from elastic_aio.testing.store import PORT, SimStore
+from elastic_aio.testing.simulation import PORT
+from elastic_aio.testing.store import SimStore
 
 _LIMIT_S = 600.0
 _DAY_S = 86_400.0
@@ -142,7 +144,7 @@ def form(count: int) -> dict[str, Any]:
     rendezvous = RendezvousSpec(endpoint="host00000", last_call_timeout=_LIMIT_S)
     spec = LaunchSpec(["true"], nnodes=(max(count - 1, 1), count), rendezvous=rendezvous)
     figures: dict[str, Any] = {"nodes": count}
-    with Meter() as meter, Simulation(spec) as sim:
+    with Meter() as meter, CheckedSimulation(spec) as sim:
         sim.add_node(name_of(0), nproc=8)
         sim.run_until(lambda: bool(sim.coordinators), _LIMIT_S)
         nodes = [sim.add_node(name_of(number), nproc=8) for number in range(1, count)]
@@ -152,7 +154,7 @@ def form(count: int) -> dict[str, Any]:
     return figures
 
 
-def _measured(sim: Simulation, meter: Meter, size: int) -> dict[str, float]:
+def _measured(sim: CheckedSimulation, meter: Meter, size: int) -> dict[str, float]:
     """Let a round form; return what that has cost."""
     began, rounds = sim.now, len(sim.checker.rounds.rounds)
     while len(sim.checker.rounds.rounds) == rounds or not sim.is_settled(size):
@@ -174,7 +176,7 @@ class Year:
             last_call_timeout=0.0,
         )
         spec = LaunchSpec(["true"], nnodes=nodes, max_restarts=1_000_000, rendezvous=rendezvous)
-        self.sim = Simulation(spec, seed=seed, endpoints=["store"])
+        self.sim = CheckedSimulation(spec, seed=seed, endpoints=["store"])
         self.counts: Counter[str] = Counter()
         self.productive = 0.0
         self._size = nodes

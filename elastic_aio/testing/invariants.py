@@ -14,7 +14,6 @@ from typing import Any, Final, NamedTuple
 from elastic_aio.discovery.choice import FENCE
 from elastic_aio.discovery.runs import FormerJob, RunEnd
 from elastic_aio.events import Event
-from elastic_aio.node_events import RoundForming
 from elastic_aio.outcome import JobOutcome, JobState
 from elastic_aio.rendezvous import messages
 from elastic_aio.rendezvous.base import (
@@ -31,8 +30,12 @@ from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.store.connection import Connection
 from elastic_aio.testing.network import Listener, Network
 from elastic_aio.testing.node import SimNode
+from elastic_aio.testing.simulation import brief
 from elastic_aio.testing.store import SimStore, Written
-from elastic_aio.testing.virtual_time import RATE_MIN, Trace
+from elastic_aio.testing.virtual_time import Trace
+
+RATE_MIN: Final = 0.99
+"""Speed of the slowest clock of a random scenario; the fastest is as much too fast."""
 
 _NOTICE_S: Final = 2.5
 """Seconds in which a node, and a coordinator, learns the content of the store."""
@@ -130,7 +133,6 @@ class RoundChecker:
 
     def on_started(self, node: SimNode, placement: Placement) -> None:
         """Check a start: no other workers have these ranks, or are of an older round."""
-        node.note(f"runs {brief(placement)} as group rank {placement.span.group_rank}")
         if node.notice is not None:
             self._fail(f"{node.name} starts {placement.round} after its notice")
         if placement is not node.placement:
@@ -191,13 +193,6 @@ class RoundChecker:
     def on_succeeded(self, node: SimNode) -> None:
         assert node.placement is not None
         self.rounds[node.placement.round_id].succeeded.add(node.placement.span.group_rank)
-
-
-def brief(placement: Placement) -> str:
-    return (
-        f"round {placement.round} of {placement.formed_by} (attempt {placement.attempt},"
-        f" restarts {placement.restarts}, {placement.span.group_world_size} nodes)"
-    )
 
 
 def _common(placement: Placement) -> tuple[object, ...]:
@@ -354,7 +349,6 @@ class InvariantChecker:
 
     Attributes:
         stores: all stores that there were, by instance; ordered.
-        outcomes: how the job has ended, by the name of each node on which it has.
         obey_s: seconds without a fault within which an order is obeyed.
         event_hook: called with each event of each node.
         order_hook: called with the store, the member and the body of each order.
@@ -367,7 +361,6 @@ class InvariantChecker:
         self.stores: dict[bytes, SimStore] = {}
         self.rounds = RoundChecker(spec, self.stores, trace, nodes)
         self.ends = EndChecker(self.rounds.rounds, trace, lambda: network.time.now)
-        self.outcomes: dict[str, JobOutcome] = {}
         self.event_hook: Callable[[SimNode, Event], None] | None = None
         self.order_hook: Callable[[SimStore, str, messages.OrderBody], None] | None = None
         self.obey_s = _obey_s(spec)
@@ -558,21 +551,15 @@ class InvariantChecker:
             self._trace.fail(f"{node.name} runs {node.running} after its preemption")
 
     def on_event(self, node: SimNode, event: Event) -> None:
-        """Record an event, and call the hook."""
+        """Call the hook."""
         if self.event_hook is not None:
             self.event_hook(node, event)
-        if not isinstance(event, RoundForming) and (why := getattr(event, "why", "")):
-            node.note(f"event {type(event).__name__}: {why}")
 
-    def on_finished(self, node: SimNode) -> None:
+    def on_finished(self, node: SimNode, outcome: JobOutcome) -> None:
         """Check the end of the job on a node: nothing is left of it."""
-        outcome = node.outcome
-        if outcome is None or outcome.why.startswith("internal error"):
+        if outcome.why.startswith("internal error"):
             self._trace.fail(f"{node.name} ended by a defect: {outcome}")
-            return
-        node.note(f"ends: {outcome.state}, {outcome.why}")
-        self.outcomes[node.name] = outcome
-        if node.process.files or node.running is not None:
+        elif node.process.files or node.running is not None:
             self._trace.fail(f"{node.name} has left {list(node.process.files)}, {node.running}")
 
 

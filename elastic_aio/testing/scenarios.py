@@ -29,10 +29,11 @@ from elastic_aio.spec.checks import check_number, checked_items, checked_part
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import Backoff, RestartAction, RestartPolicy
+from elastic_aio.testing.checked import CheckedSimulation
+from elastic_aio.testing.invariants import RATE_MIN
 from elastic_aio.testing.node import SimNode, WorkerBehavior, checked_exit_code
-from elastic_aio.testing.simulation import Simulation
 from elastic_aio.testing.store import SimStore
-from elastic_aio.testing.virtual_time import RATE_MIN, InvariantViolated
+from elastic_aio.testing.virtual_time import InvariantViolated
 
 _PAUSE_S: Final = 0.4
 """Seconds for which a host pauses: less than a fifth of the time of a lease."""
@@ -51,7 +52,7 @@ class CalmRules:
 
     def __init__(
         self,
-        sim: Simulation,
+        sim: CheckedSimulation,
         random: Random,
         is_together: Callable[[], bool],
         limit_s: float,
@@ -241,7 +242,7 @@ class CalmRules:
 
 def run_random_scenario(
     seed: int, spec: LaunchSpec | None = None, *, exit_codes: Sequence[int] = (1, 3)
-) -> Simulation:
+) -> CheckedSimulation:
     """Run a random scenario to its end, and return the simulation.
 
     For some seconds, the network, the hosts, the stores and the workers of a few nodes fail in many
@@ -297,7 +298,7 @@ class Scenario:
         self._settle_s = 600.0 if spec is None else 3600.0
         self._fitness_random = Random(f"fitness in scenario {seed}")
         self._has_fitness = spec is None and self._fitness_random.random() < 0.4
-        self.sim = Simulation(
+        self.sim = CheckedSimulation(
             spec or self._spec(count),
             seed=seed,
             endpoints=names[:1] if self._is_static else self._endpoints(),
@@ -764,6 +765,14 @@ class SearchResult:
     """How each situation was reached first, in this order."""
 
 
+class FoundViolation(InvariantViolated):
+    """A scenario of a search violates an invariant."""
+
+    def __init__(self, text: str, recipe: Recipe) -> None:
+        super().__init__(text)
+        self.recipe = recipe
+
+
 def search_scenarios(
     count: int,
     *,
@@ -779,7 +788,7 @@ def search_scenarios(
 
     Raises:
         SpecError: an argument is not possible.
-        InvariantViolated: one does not hold; `recipe` repeats the scenario.
+        FoundViolation: an invariant does not hold; its `recipe` repeats the scenario.
     """
     check_number("count", count, at_least=0)
     random, result = Random(f"search {seed}"), SearchResult()
@@ -795,9 +804,7 @@ def search_scenarios(
             recipe, situations = play_recipe(recipe, spec, exit_codes)
         except InvariantViolated as error:
             where = f"scenario {number} of the search with seed {seed}"
-            violated = InvariantViolated(f"{where}: {error}")
-            violated.recipe = recipe
-            raise violated from None
+            raise FoundViolation(f"{where}: {error}", recipe) from None
         new = situations.keys() - result.visits.keys()
         for situation, place in situations.items():
             result.visits[situation] = result.visits.get(situation, 0) + 1

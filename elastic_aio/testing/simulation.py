@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, Self
 
 from msgspec.structs import replace
 
@@ -26,23 +26,27 @@ from elastic_aio.agent.worker_store import MasterPorts, ReservedPort
 from elastic_aio.aio import create_task
 from elastic_aio.errors import SpecError
 from elastic_aio.events import Event
-from elastic_aio.node_events import NodeExcluded, NodeStandby, RoundFormed
+from elastic_aio.node_events import NodeExcluded, NodeStandby, RoundFormed, RoundForming
 from elastic_aio.outcome import AttemptResult, ExitStatus, Failure, JobOutcome
 from elastic_aio.process.children import Child, ChildSpec
 from elastic_aio.process.tree import Survivor
 from elastic_aio.rendezvous import base
-from elastic_aio.rendezvous.dynamic import SILENT, DynamicRendezvous
+from elastic_aio.rendezvous.dynamic import DynamicRendezvous
 from elastic_aio.spec.checks import checked_part
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.stop import StopPlan
 from elastic_aio.status import JobStatus
+from elastic_aio.store.server import StoreServer
 from elastic_aio.testing.event_loop import SimLoop
-from elastic_aio.testing.invariants import InvariantChecker
 from elastic_aio.testing.network import Network, SimProcess
 from elastic_aio.testing.node import SimNode, WorkerBehavior, checked_exit_code
-from elastic_aio.testing.store import PORT, RUN_ID, serve_store
 from elastic_aio.testing.virtual_time import SimHost, Trace, VirtualTime
+
+RUN_ID = "simulated"
+
+PORT = 29400
+"""Of all stores at which nodes meet."""
 
 _CHECK_S = 0.2
 """Seconds that a health check takes."""
@@ -51,19 +55,16 @@ _SPAWN_S = 5.0
 """Seconds for which a stop waits for workers that are being spawned."""
 
 
-class SimDriver(MultiNodeDriver):
-    """The shipped driver, with simulated workers; all that it does is checked."""
+Behavior = Callable[[SimNode, base.Placement], WorkerBehavior]
+"""What the workers of a node do in a round."""
 
-    def __init__(
-        self,
-        node: SimNode,
-        spec: LaunchSpec,
-        checker: InvariantChecker,
-        behavior: Callable[[SimNode, base.Placement], WorkerBehavior],
-    ) -> None:
+
+class SimDriver(MultiNodeDriver):
+    """The shipped driver, with simulated workers."""
+
+    def __init__(self, node: SimNode, spec: LaunchSpec, behavior: Behavior) -> None:
         """Start the agent; called in the node's process."""
         self.node = node
-        self.checker = checker
         self.behavior = behavior
         event_log = EventLog(
             RUN_ID, node.host.name, keep=spec.event_history, listeners=[self._on_published]
@@ -77,10 +78,20 @@ class SimDriver(MultiNodeDriver):
         await self.open()
         await self.done
         if not self.node.is_over:
-            self.node.outcome = self.outcome
-            self.node.is_over = True
-            self.checker.on_finished(self.node)
-            self.node.process.kill()
+            assert self.outcome is not None, "the job is done"
+            self.finish(self.outcome)
+
+    def finish(self, outcome: JobOutcome) -> None:
+        """End the process of the node, at the end of its job."""
+        node = self.node
+        node.outcome, node.is_over = outcome, True
+        node.note(f"ends: {outcome.state}, {outcome.why}")
+        node.process.kill()
+
+    def begin_round(self, placement: base.Placement) -> None:
+        """Note that the workers of a round start."""
+        self.node.running = placement
+        self.node.note(f"runs {brief(placement)} as group rank {placement.span.group_rank}")
 
     def _make_rendezvous(
         self, spec: LaunchSpec, node: base.NodeInfo, run_id: str, agent: base.AgentPort
@@ -94,24 +105,19 @@ class SimDriver(MultiNodeDriver):
             match instruction:
                 case base.StartRound(placement):
                     node.is_standing_by = node.has_succeeded = False
-                    self.checker.on_ordered(node, instruction)
                     node.placement = placement
-                case base.StopRound(round, why) if node.placement is None or (
+                case base.StopRound(round) if node.placement is None or (
                     round >= node.placement.round
                 ):
                     node.has_succeeded = False
-                    if why.startswith(SILENT):
-                        self.checker.on_isolated(node, why)
-                case base.EndJob(outcome):
+                case base.EndJob():
                     node.is_ending = True
-                    self.checker.on_end_ordered(node, outcome)
         super().on_instruction(instruction)
 
     def _perform(self, effect: machine.Effect) -> None:
         match effect:
             case machine.SendReport(report=base.RoundSucceeded()) if not self.node.is_over:
                 self.node.has_succeeded = True
-                self.checker.rounds.on_succeeded(self.node)
         super()._perform(effect)
 
     async def _run_check(self, command: str) -> str:
@@ -121,20 +127,16 @@ class SimDriver(MultiNodeDriver):
 
     def _show_change(self, change: machine.ShowChange) -> None:
         self.node.change = -1 if change.time_left is None else change.number
-        if (notice := self._machine.notice) is not None and change.until:
-            self.checker.on_notice(self.node, notice.deadline - self._runtime.clock.now())
 
     def _on_published(self, event: Event) -> None:
         if not self.node.is_over:
             match event:
                 case NodeStandby():
                     self.node.is_standing_by = True
-                case RoundFormed():
+                case RoundFormed() | NodeExcluded(is_own=True):
                     self.node.is_standing_by = False
-                case NodeExcluded(is_own=True, seconds=seconds):
-                    self.node.is_standing_by = False
-                    self.checker.on_excluded(self.node, seconds)
-            self.checker.on_event(self.node, event)
+            if not isinstance(event, RoundForming) and (why := getattr(event, "why", "")):
+                self.node.note(f"event {type(event).__name__}: {why}")
 
     def _make_group(self, effect: machine.StartGroup) -> Any:
         assert effect.placement is not None
@@ -208,8 +210,7 @@ class SimGroup:
         if self._is_stopping:
             return
         node, placement = self._node, self.placement
-        node.running = placement
-        self._driver.checker.rounds.on_started(node, placement)
+        self._driver.begin_round(placement)
         node.behavior = behavior = self._driver.behavior(node, placement)
         if not placement.span.group_rank:
             master = placement.master_addr, placement.master_port
@@ -286,9 +287,8 @@ class SimGroup:
 class Simulation:
     """Simulated nodes, stores and a network; the same seed gives the same steps.
 
-    Every step is checked against the invariants of a job (see `elastic_aio.testing.invariants`);
-    the first violation raises `InvariantViolated` with the trace.  A context manager that ends all
-    processes; without it, they end when the simulation is collected.
+    A context manager that ends all processes; without it, they end when the simulation is
+    collected.
 
     Args:
         spec: the job: its number of nodes, restart policy and rendezvous.  Its program is not
@@ -319,12 +319,9 @@ class Simulation:
         self._trace = Trace(self.time, seed)
         self.nodes: dict[str, SimNode] = {}
         """The newest process of each node, by host."""
-        self.checker = InvariantChecker(self.network, spec, self._trace, self.nodes)
         self.processes: list[SimNode] = []
         """All processes of all nodes."""
-        self.behavior: Callable[[SimNode, base.Placement], WorkerBehavior] = (
-            lambda node, placement: WorkerBehavior()
-        )
+        self.behavior: Behavior = lambda node, placement: WorkerBehavior()
         """What the workers of a node do in a round; by default they do not end."""
         self.endpoints = tuple(endpoints)
         self.spec = spec
@@ -339,7 +336,7 @@ class Simulation:
     def __repr__(self) -> str:
         return f"<Simulation at {self.now:.3f} s: {list(self.nodes.values())}>"
 
-    def __enter__(self) -> Simulation:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -380,13 +377,7 @@ class Simulation:
     @property
     def outcomes(self) -> dict[str, JobOutcome]:
         """How the job has ended, by the name of each node on which it has."""
-        return dict(self.checker.outcomes)
-
-    @property
-    def coordinators(self) -> list[SimNode]:
-        """The nodes that are coordinators now; several in a partition."""
-        leaders = {store.leader_number for store in self.checker.open_stores}
-        return [node for node in self.live_nodes if node.number in leaders]
+        return {one.name: one.outcome for one in self.processes if one.outcome is not None}
 
     def is_settled(self, size: int, nodes: Iterable[SimNode] | None = None) -> bool:
         """Return whether `size` of `nodes` run one round of that size, and no other runs."""
@@ -444,10 +435,14 @@ class Simulation:
             assert method is not None
             return method(node, placement)
 
-        node.process.inject(SimDriver, node, spec, self.checker, behavior)
+        self._start_agent(node, spec, behavior)
         self.nodes[name] = node
         self.processes.append(node)
         return node
+
+    def _start_agent(self, node: SimNode, spec: LaunchSpec, behavior: Behavior) -> None:
+        """Start the agent of a node, in the process of the node."""
+        node.process.inject(SimDriver, node, spec, behavior)
 
     def _checked_behavior(self, node: SimNode, placement: base.Placement) -> WorkerBehavior:
         """Call `behavior`; its caller is a task of a node, so `run` raises its errors."""
@@ -524,7 +519,6 @@ class Simulation:
         """Set the wall clock of a node's host forward; back if `seconds` are negative."""
         self._trace.add_fault(node.host.name, f"its clock is set by {seconds:+.3f} s")
         node.host.offset += seconds
-        self.checker.was_clock_set = True
 
     def leave(self, node: SimNode) -> None:
         """Stop a node, as a user does."""
@@ -569,7 +563,6 @@ class Simulation:
             self._check_host(name)
         arrow = "->" if one_way else "<->"
         self._trace.add_fault("network", f"blocked: {some} {arrow} {others}")
-        self.checker.rounds.was_partitioned = True
         self.network.block(some, others)
         if not one_way:
             self.network.block(others, some)
@@ -600,7 +593,7 @@ class Simulation:
         """Let virtual time pass.
 
         Raises:
-            InvariantViolated: an invariant does not hold.
+            InvariantViolated: a process spins, or leaves an error unhandled.
             Exception: raised by `behavior`.
         """
         until = self.now + seconds
@@ -612,7 +605,7 @@ class Simulation:
         """Let virtual time pass until a condition holds.
 
         Raises:
-            InvariantViolated: it does not hold within `limit_s` seconds, or an invariant does not.
+            InvariantViolated: the condition does not hold within `limit_s` seconds; or as of `run`.
             Exception: raised by `behavior` or the condition.
         """
         until = self.now + limit_s
@@ -646,6 +639,19 @@ class Simulation:
         finally:
             self._random_state = random.getstate()
             random.setstate(former)
+
+
+async def serve_store(process: SimProcess) -> None:
+    """Serve a store on a host without a node."""
+    listener: Any = process.network.listen(process, PORT)
+    await StoreServer(listening=[listener]).start()
+
+
+def brief(placement: base.Placement) -> str:
+    return (
+        f"round {placement.round} of {placement.formed_by} (attempt {placement.attempt},"
+        f" restarts {placement.restarts}, {placement.span.group_world_size} nodes)"
+    )
 
 
 def _simulated_rendezvous(

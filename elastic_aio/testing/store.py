@@ -11,14 +11,9 @@ from elastic_aio.rendezvous import messages
 from elastic_aio.store.connection import Service
 from elastic_aio.store.keyspace import Client
 from elastic_aio.store.replies import CHANGE_SET, RawChange
-from elastic_aio.store.server import StoreServer
-from elastic_aio.testing.network import Listener, SimProcess
+from elastic_aio.testing.network import Listener
+from elastic_aio.testing.simulation import RUN_ID
 from elastic_aio.testing.virtual_time import VirtualTime
-
-RUN_ID = "simulated"
-
-PORT = 29400
-"""Of all stores at which nodes meet."""
 
 _PREFIX = f"/{runs.run_prefix(RUN_ID)}/".encode()
 
@@ -127,9 +122,3 @@ class SimStore(Client):
             self._on_change(self, member, order)
         elif kind == "o":
             self.orders.pop(member, None)
-
-
-async def serve_store(process: SimProcess) -> None:
-    """Serve a store on a host without a node."""
-    listener: Any = process.network.listen(process, PORT)
-    await StoreServer(listening=[listener]).start()

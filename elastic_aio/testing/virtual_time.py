@@ -5,10 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
-from typing import Any, Final
-
-RATE_MIN: Final = 0.99
-"""Speed of the slowest clock of a random scenario; the fastest is as much too fast."""
+from typing import Any
 
 
 class VirtualTime:
@@ -81,10 +78,7 @@ class SimHost:
 
 
 class InvariantViolated(AssertionError):
-    """An invariant of the job does not hold; the message ends with the trace."""
-
-    recipe: object = None
-    """The `Recipe` of the scenario, in a search."""
+    """A condition of a simulation does not hold; the message ends with the trace."""
 
 
 class Trace:

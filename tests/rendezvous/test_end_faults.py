@@ -17,33 +17,34 @@ import pytest
 from elastic_aio.outcome import JobState
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
-from elastic_aio.testing import InvariantViolated, SimNode, Simulation, WorkerBehavior
+from elastic_aio.testing import InvariantViolated, SimNode, WorkerBehavior
+from elastic_aio.testing.checked import CheckedSimulation
 
 PERCENT = float(os.environ.get("ELASTIC_AIO_END_FAULTS", "3"))
 SEED = int(os.environ.get("ELASTIC_AIO_SIMULATIONS_SEED", "0"))
 
-Fault = Callable[[Simulation, SimNode], None]
+Fault = Callable[[CheckedSimulation, SimNode], None]
 
 
-def others(sim: Simulation, node: SimNode) -> list[str]:
+def others(sim: CheckedSimulation, node: SimNode) -> list[str]:
     names = dict.fromkeys([*sim.nodes, *sim.endpoints, "c", "next"])
     return [name for name in names if name != node.host.name]
 
 
-def cut_off(sim: Simulation, node: SimNode) -> None:
+def cut_off(sim: CheckedSimulation, node: SimNode) -> None:
     sim.partition([node.host.name], others(sim, node))
 
 
-def reset_and_cut_off(sim: Simulation, node: SimNode) -> None:
+def reset_and_cut_off(sim: CheckedSimulation, node: SimNode) -> None:
     sim.break_connection(node)
     cut_off(sim, node)
 
 
 FAULTS: dict[str, Fault] = {
-    "kill": Simulation.kill,
-    "switch off": Simulation.switch_off,
+    "kill": CheckedSimulation.kill,
+    "switch off": CheckedSimulation.switch_off,
     "suspend": lambda sim, node: sim.suspend(node.host.name, 5.0),
-    "break": Simulation.break_connection,
+    "break": CheckedSimulation.break_connection,
     "cut off": cut_off,
     "cut off, reset": reset_and_cut_off,
     "deafen": lambda sim, node: sim.partition(others(sim, node), [node.host.name], one_way=True),
@@ -88,7 +89,7 @@ def run_to_end(
     )
     spec = LaunchSpec("x", nnodes=nnodes, rendezvous=rendezvous)
     random = Random(f"{seed} {moment}")
-    with Simulation(spec, seed=seed, endpoints=endpoints) as sim:
+    with CheckedSimulation(spec, seed=seed, endpoints=endpoints) as sim:
         for name in "abc"[: spec.nnodes.maximum]:
             sim.add_host(name)
         for name in ("c", "next"):

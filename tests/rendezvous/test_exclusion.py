@@ -25,7 +25,7 @@ from elastic_aio.rendezvous.state import CoordinatorPhase, RoundSettings
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import Backoff, RestartAction
-from elastic_aio.testing import Simulation
+from elastic_aio.testing.checked import CheckedSimulation
 from tests.support.coordinator_harness import CoordinatorHarness, failure, status
 from tests.support.restarts import at_once
 from tests.support.simulated_nodes import together
@@ -265,7 +265,7 @@ def test_decide_excludes_a_node_for_longer_than_its_health_check(seconds: float 
     policy = at_once(decide=lambda failure: RestartAction.EXCLUDE, exclude_for=seconds)
     rendezvous = RendezvousSpec(last_call_timeout=0, health_check="check", heartbeat_timeout=2)
     spec = LaunchSpec("x", nnodes=2, max_restarts=3, restart=policy, rendezvous=rendezvous)
-    sim = Simulation(spec, endpoints=("store0",))
+    sim = CheckedSimulation(spec, endpoints=("store0",))
     a, b = together(sim, "ab")
     spare = sim.add_node("c")
     sim.run_until(lambda: spare.is_standing_by, 10.0)

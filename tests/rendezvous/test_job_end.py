@@ -12,7 +12,8 @@ from elastic_aio.rendezvous.messages import MembersDone
 from elastic_aio.rendezvous.state import CoordinatorPhase, RoundSettings
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
-from elastic_aio.testing import SimNode, Simulation, WorkerBehavior
+from elastic_aio.testing import SimNode, WorkerBehavior
+from elastic_aio.testing.checked import CheckedSimulation
 from elastic_aio.testing.store import SimStore
 from tests.support.coordinator_harness import CoordinatorHarness
 from tests.support.simulated_nodes import ended, together
@@ -169,7 +170,7 @@ def two_jobs(**settings: Any) -> LaunchSpec:
     return LaunchSpec("x", nnodes=2, rendezvous=RendezvousSpec(**settings))
 
 
-def start_two(sim: Simulation) -> tuple[SimNode, SimNode]:
+def start_two(sim: CheckedSimulation) -> tuple[SimNode, SimNode]:
     """Return two nodes that run a round; the first one coordinates."""
     a = sim.add_node("a")
     sim.run(0.3)
@@ -179,7 +180,7 @@ def start_two(sim: Simulation) -> tuple[SimNode, SimNode]:
     return a, b
 
 
-def start_with_spare(sim: Simulation) -> tuple[SimNode, SimNode]:
+def start_with_spare(sim: CheckedSimulation) -> tuple[SimNode, SimNode]:
     """Return a node that runs a round alone, and one on standby."""
     (a,) = together(sim, "a")
     spare = sim.add_node("spare")
@@ -203,7 +204,7 @@ def test_a_node_of_a_finished_job_enters_no_next_one(
     endpoints: list[str], settings: dict[str, Any], seed: int
 ) -> None:
     """It was cut off when its job ended, and returns while the next one has its first round."""
-    with Simulation(two_jobs(**settings), seed=seed, endpoints=endpoints) as sim:
+    with CheckedSimulation(two_jobs(**settings), seed=seed, endpoints=endpoints) as sim:
         a, b = start_two(sim)
         b.end_workers(0)
         sim.run(1)
@@ -229,7 +230,7 @@ def test_a_node_of_a_finished_job_enters_no_next_one(
 
 
 def test_a_node_reads_the_end_of_its_job_in_the_next_generation() -> None:
-    with Simulation(two_jobs(reuse=True), endpoints=["store0"]) as sim:
+    with CheckedSimulation(two_jobs(reuse=True), endpoints=["store0"]) as sim:
         a, b = start_two(sim)
         sim.checker.order_hook = lambda store, member, body: (
             sim.partition(["b"], ["a", "store0"]) if isinstance(body, EndJob) else None
@@ -247,7 +248,7 @@ def test_a_node_reads_the_end_of_its_job_in_the_next_generation() -> None:
 
 
 def test_a_node_on_standby_enters_no_other_job() -> None:
-    with Simulation(LaunchSpec("x", nnodes=1), endpoints=["a"]) as sim:
+    with CheckedSimulation(LaunchSpec("x", nnodes=1), endpoints=["a"]) as sim:
         a, spare = start_with_spare(sim)
         sim.partition(["spare"], ["a"])
         sim.finish_workers()
@@ -263,7 +264,7 @@ def test_a_node_on_standby_enters_no_other_job() -> None:
 @pytest.mark.parametrize("is_informed", [True, False])
 def test_a_node_on_standby_goes_on_alone_unless_it_knows_of_the_success(is_informed: bool) -> None:
     """The only other node is killed; its success may have ended the job."""
-    with Simulation(LaunchSpec("x", nnodes=1), endpoints=["a", "spare"]) as sim:
+    with CheckedSimulation(LaunchSpec("x", nnodes=1), endpoints=["a", "spare"]) as sim:
         a, spare = start_with_spare(sim)
         (store,) = sim.checker.open_stores
         sim.finish_workers()
@@ -283,7 +284,7 @@ def test_a_node_on_standby_goes_on_alone_unless_it_knows_of_the_success(is_infor
 @pytest.mark.parametrize("seed", range(3))
 def test_a_killed_coordinator_has_recorded_the_end_that_it_orders(seed: int) -> None:
     """A node that comes later runs nothing, even if no other one has seen the order."""
-    with Simulation(two_jobs(), seed=seed, endpoints=["store0"]) as sim:
+    with CheckedSimulation(two_jobs(), seed=seed, endpoints=["store0"]) as sim:
         nodes = together(sim, "ab")
         killed: list[SimNode] = []
 
@@ -306,7 +307,7 @@ def test_a_killed_coordinator_has_recorded_the_end_that_it_orders(seed: int) -> 
 def test_nodes_that_all_fail_with_their_store_go_on_elsewhere() -> None:
     """No node is busy when they meet again, and a spare node comes first."""
     spec = LaunchSpec("x", nnodes="2:3", max_restarts=3)
-    with Simulation(spec, endpoints=["a", "spare"]) as sim:
+    with CheckedSimulation(spec, endpoints=["a", "spare"]) as sim:
         a, b, c = together(sim, "abc")
         spare = sim.add_node("spare")
         sim.run_until(lambda: spare.is_standing_by, 60)
@@ -322,7 +323,7 @@ def test_nodes_that_all_fail_with_their_store_go_on_elsewhere() -> None:
 def test_of_two_halves_that_yield_one_goes_on(seed: int) -> None:
     """The node that serves the first endpoint was suspended, and both look at the same time."""
     spec = LaunchSpec("x", nnodes="1:2", rendezvous=RendezvousSpec(**BRIEF))
-    with Simulation(spec, seed=seed, endpoints=["a", "b"]) as sim:
+    with CheckedSimulation(spec, seed=seed, endpoints=["a", "b"]) as sim:
         a, b = start_two(sim)
         sim.suspend("a", 12)
         sim.run_until(lambda: sim.is_settled(1, [b]), 60)
@@ -333,7 +334,7 @@ def test_of_two_halves_that_yield_one_goes_on(seed: int) -> None:
 def test_a_half_that_may_have_ended_joins_no_other_job() -> None:
     """Its job has failed at the first endpoint, where the next one runs; it runs at the second."""
     spec = LaunchSpec("x", nnodes="1:3", rendezvous=RendezvousSpec(**BRIEF, join_timeout=5))
-    with Simulation(spec, endpoints=["a", "b"]) as sim:
+    with CheckedSimulation(spec, endpoints=["a", "b"]) as sim:
         a, b = start_two(sim)
         c = sim.add_node("c")
         sim.run_until(lambda: sim.is_settled(3), 60)
@@ -353,7 +354,7 @@ def test_a_half_that_may_have_ended_joins_no_other_job() -> None:
 def test_a_success_that_is_cut_off_does_not_hold_the_next_job_up() -> None:
     """Its own store at the second endpoint is not that of the new nodes."""
     spec = LaunchSpec("x", nnodes=2, rendezvous=RendezvousSpec(heartbeat_timeout=5.0))
-    with Simulation(spec, endpoints=["a", "b"]) as sim:
+    with CheckedSimulation(spec, endpoints=["a", "b"]) as sim:
         a, b = start_two(sim)
         b.end_workers(0)
         sim.run(1)
@@ -373,7 +374,7 @@ def test_a_success_that_is_cut_off_does_not_hold_the_next_job_up() -> None:
 
 def test_a_node_whose_status_is_gone_comes_back() -> None:
     """It was taken for gone; it does not wait for orders that are not written any more."""
-    with Simulation(LaunchSpec("x", nnodes="1:2"), endpoints=["store0"]) as sim:
+    with CheckedSimulation(LaunchSpec("x", nnodes="1:2"), endpoints=["store0"]) as sim:
         a, b = start_two(sim)
         (store,) = sim.checker.open_stores
         assert store.leader_number == a.number
@@ -388,7 +389,7 @@ def test_a_node_whose_status_is_gone_comes_back() -> None:
 
 def test_an_end_that_the_store_has_lost_is_restored() -> None:
     """By the members that obey it: a fail-over of an engine may lose what it has acknowledged."""
-    with Simulation(two_jobs(), endpoints=["store0"]) as sim:
+    with CheckedSimulation(two_jobs(), endpoints=["store0"]) as sim:
         start_two(sim)
         (store,) = sim.checker.open_stores
 
@@ -408,7 +409,7 @@ def test_an_end_that_the_store_has_lost_is_restored() -> None:
 def test_a_host_stays_until_a_lost_member_has_no_lease() -> None:
     """It was reset while its workers ran: it may come back, and finds the end of its job."""
     spec = LaunchSpec("x", nnodes="1:2", rendezvous=RendezvousSpec(**BRIEF))
-    with Simulation(spec, endpoints=["a"]) as sim:
+    with CheckedSimulation(spec, endpoints=["a"]) as sim:
         a, b = start_two(sim)
         sim.partition(["b"], ["a"])
         sim.break_connection(b)
@@ -431,7 +432,7 @@ def test_a_node_without_its_lease_enters_no_next_job() -> None:
     """Its workers were stopped when its lease had ended; its job may have gone on without it."""
     settings = RendezvousSpec(**BRIEF, store_grace=30.0)
     spec = LaunchSpec("x", nnodes="1:2", rendezvous=settings)
-    with Simulation(spec, endpoints=["a"]) as sim:
+    with CheckedSimulation(spec, endpoints=["a"]) as sim:
         a, b = start_two(sim)
         sim.partition(["b"], ["a"])
         sim.run_until(lambda: sim.is_settled(1, [a]), 60)
@@ -445,7 +446,7 @@ def test_a_node_without_its_lease_enters_no_next_job() -> None:
         assert ends_by_75(b)
 
 
-def reset_and_cut_off(sim: Simulation, node: SimNode) -> None:
+def reset_and_cut_off(sim: CheckedSimulation, node: SimNode) -> None:
     """Let host "a" see a reset of the connection of `node`, and nothing more."""
     sim.partition(["a"], [node.host.name], one_way=True)
     sim.run(0.001)
@@ -457,7 +458,9 @@ def reset_and_cut_off(sim: Simulation, node: SimNode) -> None:
 @pytest.mark.parametrize("max_restarts", [0, 3])
 def test_a_host_stays_for_a_lost_node_on_standby(max_restarts: int) -> None:
     """That would go on in the next job, as if its own had lost its store."""
-    with Simulation(LaunchSpec("x", nnodes=1, max_restarts=max_restarts), endpoints=["a"]) as sim:
+    with CheckedSimulation(
+        LaunchSpec("x", nnodes=1, max_restarts=max_restarts), endpoints=["a"]
+    ) as sim:
         a, spare = start_with_spare(sim)
         sim.run(3)
         reset_and_cut_off(sim, spare)
@@ -475,7 +478,7 @@ def test_a_host_that_stays_shortly_is_waited_for_as_shortly() -> None:
     """The lease would last a minute, and the host drains for two seconds."""
     settings = RendezvousSpec(heartbeat_timeout=60.0, close_timeout=2.0, last_call_timeout=0.5)
     spec = LaunchSpec("x", nnodes="1:2", rendezvous=settings)
-    with Simulation(spec, endpoints=["a"]) as sim:
+    with CheckedSimulation(spec, endpoints=["a"]) as sim:
         a, b = start_two(sim)
         sim.run(3)
         reset_and_cut_off(sim, b)
@@ -493,7 +496,7 @@ def test_a_host_that_stays_shortly_is_waited_for_as_shortly() -> None:
 @pytest.mark.parametrize("how", ["leaves", "killed", "killed, and its peer fails"])
 def test_the_host_may_be_started_again_without_any_restart_left(how: str) -> None:
     """Within the time of a lease; with one endpoint the others wait for it."""
-    with Simulation(LaunchSpec("x", nnodes=2), endpoints=["a"]) as sim:
+    with CheckedSimulation(LaunchSpec("x", nnodes=2), endpoints=["a"]) as sim:
         a, b = start_two(sim)
         sim.run(3)
         if how == "leaves":
@@ -511,7 +514,7 @@ def test_the_host_may_be_started_again_without_any_restart_left(how: str) -> Non
 
 def test_a_failure_that_may_have_ended_the_job_enters_no_next_one() -> None:
     """Its coordinator has read it, and no restart is left."""
-    with Simulation(LaunchSpec("x", nnodes=2), endpoints=["a"]) as sim:
+    with CheckedSimulation(LaunchSpec("x", nnodes=2), endpoints=["a"]) as sim:
         a, b = start_two(sim)
         (store,) = sim.checker.open_stores
         sim.fail_worker(b)
@@ -538,7 +541,7 @@ def test_a_failure_that_may_have_ended_the_job_enters_no_next_one() -> None:
 )
 def test_a_job_has_one_program(one: Any, other: Any, is_same: bool) -> None:
     """A node whose host comes back goes on with it if both run the same."""
-    with Simulation(LaunchSpec(one, nnodes=2, max_restarts=1), endpoints=["a"]) as sim:
+    with CheckedSimulation(LaunchSpec(one, nnodes=2, max_restarts=1), endpoints=["a"]) as sim:
         a, b = start_two(sim)
         sim.kill(a)
         sim.run(0.5)
@@ -554,7 +557,7 @@ def test_a_job_has_one_program(one: Any, other: Any, is_same: bool) -> None:
 def test_a_node_that_has_succeeded_serves_the_store_for_those_that_compute() -> None:
     """Its own success ends no job whose other nodes still run, and only it can serve."""
     spec = LaunchSpec("x", nnodes="2:3", rendezvous=RendezvousSpec(**BRIEF))
-    with Simulation(spec, endpoints=["a", "b"]) as sim:
+    with CheckedSimulation(spec, endpoints=["a", "b"]) as sim:
         a, b = start_two(sim)
         c = sim.add_node("c")
         sim.run_until(lambda: sim.is_settled(3), 60)

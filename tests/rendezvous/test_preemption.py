@@ -32,7 +32,8 @@ from elastic_aio.rendezvous.state import MARGIN_S, CoordinatorPhase, RoundSettin
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import Backoff, RestartPolicy
-from elastic_aio.testing import SimNode, Simulation, WorkerBehavior
+from elastic_aio.testing import SimNode, WorkerBehavior
+from elastic_aio.testing.checked import CheckedSimulation
 from tests.support.coordinator_harness import CoordinatorHarness, failure
 from tests.support.simulated_nodes import ended, together
 
@@ -476,7 +477,7 @@ def test_a_notice_that_no_member_would_write(until: float) -> None:
 
 def simulated(
     names: str = "abc", heartbeat_timeout: float = 2.0, **settings: Any
-) -> tuple[Simulation, list[SimNode]]:
+) -> tuple[CheckedSimulation, list[SimNode]]:
     """Return nodes that run a round together."""
     rendezvous = RendezvousSpec(
         last_call_timeout=0.5,
@@ -485,7 +486,7 @@ def simulated(
         heartbeat_timeout=heartbeat_timeout,
     )
     spec = LaunchSpec("x", nnodes=f"1:{len(names)}", max_restarts=3, rendezvous=rendezvous)
-    sim = Simulation(spec, endpoints=settings.pop("endpoints", ("store0",)), **settings)
+    sim = CheckedSimulation(spec, endpoints=settings.pop("endpoints", ("store0",)), **settings)
     return sim, together(sim, names)
 
 

@@ -28,13 +28,9 @@ from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import EngineSpec, RendezvousSpec
 from elastic_aio.spec.restart import Backoff, RestartAction, RestartPolicy
 from elastic_aio.spec.stop import StopPlan
-from elastic_aio.testing import (
-    InvariantViolated,
-    SimNode,
-    Simulation,
-    WorkerBehavior,
-    run_random_scenario,
-)
+from elastic_aio.testing import InvariantViolated, SimNode, WorkerBehavior
+from elastic_aio.testing.checked import CheckedSimulation
+from elastic_aio.testing.scenarios import run_random_scenario
 from tests.support.simulated_nodes import ended, placed, together
 
 COUNT = int(os.environ.get("ELASTIC_AIO_SIMULATIONS", "40"))
@@ -86,7 +82,7 @@ def test_a_seed_gives_one_trace() -> None:
 @pytest.mark.slow
 def test_a_seed_gives_one_trace_in_every_process() -> None:
     code = """
-from elastic_aio.testing import run_random_scenario
+from elastic_aio.testing.scenarios import run_random_scenario
 print(*(run_random_scenario(seed).trace for seed in (23, 27, 42)))
 """
     first, second = (
@@ -103,7 +99,7 @@ print(*(run_random_scenario(seed).trace for seed in (23, 27, 42)))
 
 def test_a_step_draws_no_random_number_of_the_caller() -> None:
     """Otherwise the trace would depend on them: a node that cannot connect draws a delay."""
-    sim = Simulation(job(2), endpoints=("store0",))
+    sim = CheckedSimulation(job(2), endpoints=("store0",))
     sim.suspend("store0", 60)
     a = sim.add_node("a")
     sim.run(0.5)
@@ -118,14 +114,14 @@ def test_a_step_draws_no_random_number_of_the_caller() -> None:
 
 def three(
     *, seed: int = 0, endpoints: Sequence[str] = (), **settings: Any
-) -> tuple[Simulation, SimNode, SimNode, SimNode]:
+) -> tuple[CheckedSimulation, SimNode, SimNode, SimNode]:
     """Return three nodes that run a round together."""
-    sim = Simulation(job("1:3", **settings), seed=seed, endpoints=endpoints)
+    sim = CheckedSimulation(job("1:3", **settings), seed=seed, endpoints=endpoints)
     nodes = together(sim, "abc")
     return sim, nodes[0], nodes[1], nodes[2]
 
 
-def finish(sim: Simulation) -> set[str]:
+def finish(sim: CheckedSimulation) -> set[str]:
     """Let all workers succeed; return how the job has ended."""
     sim.finish_workers()
     sim.run_until(lambda: sim.is_over, 60)
@@ -135,7 +131,7 @@ def finish(sim: Simulation) -> set[str]:
 @pytest.mark.slow
 def test_a_policy_over_a_hundred_attempts() -> None:
     policy = RestartPolicy(backoff=Backoff(initial=1, cap=60), never_on=[3])
-    sim = Simulation(job(2, restart=policy, max_restarts=100))
+    sim = CheckedSimulation(job(2, restart=policy, max_restarts=100))
     sim.behavior = lambda node, placement: WorkerBehavior(seconds=5, exit_code=1)
     a, b = sim.add_node("a"), sim.add_node("b")
     sim.run_until(lambda: sim.is_over, 100_000)
@@ -149,7 +145,7 @@ def test_a_policy_over_a_hundred_attempts() -> None:
 
 def test_a_callback_may_give_up() -> None:
     policy = RestartPolicy(decide=lambda failure: RestartAction.GIVE_UP)
-    sim = Simulation(job("1:2", restart=policy, max_restarts=1), decide_duration=2.0)
+    sim = CheckedSimulation(job("1:2", restart=policy, max_restarts=1), decide_duration=2.0)
     sim.behavior = lambda node, placement: WorkerBehavior(seconds=1, exit_code=9)
     node = sim.add_node("a")
     sim.run_until(lambda: sim.is_over, 60)
@@ -172,7 +168,7 @@ def raise_key_error(_: object) -> RestartAction:
     ],
 )
 def test_a_callback_may_fail(decide: Any, error: str) -> None:
-    sim = Simulation(job("1:2", restart=RestartPolicy(decide=decide), max_restarts=1))
+    sim = CheckedSimulation(job("1:2", restart=RestartPolicy(decide=decide), max_restarts=1))
     sim.behavior = lambda node, placement: WorkerBehavior(seconds=1, exit_code=9)
     node = sim.add_node("a")
     sim.run_until(lambda: sim.is_over, 60)
@@ -198,7 +194,7 @@ def divide(node: SimNode, placement: object) -> WorkerBehavior:
 def test_an_error_of_the_behavior_reaches_the_caller(
     behavior: Any, error: type[Exception], text: str
 ) -> None:
-    with Simulation(job("1:2")) as sim:
+    with CheckedSimulation(job("1:2")) as sim:
         sim.behavior = behavior
         sim.add_node("a")
         with pytest.raises(error, match=text) as caught:
@@ -209,7 +205,7 @@ def test_an_error_of_the_behavior_reaches_the_caller(
 
 def test_a_wrong_spec_is_refused() -> None:
     with pytest.raises(SpecError, match=r"spec: must be a LaunchSpec \(got \(2, 2\)\)"):
-        Simulation((2, 2))  # type: ignore[arg-type]
+        CheckedSimulation((2, 2))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -256,8 +252,8 @@ def test_workers_of_a_random_scenario_fail_with_the_given_codes() -> None:
         lambda sim: sim.stop_store("B"),
     ],
 )
-def test_an_unknown_host_is_refused(call: Callable[[Simulation], None]) -> None:
-    with Simulation(job(2), endpoints=["a"]) as sim:
+def test_an_unknown_host_is_refused(call: Callable[[CheckedSimulation], None]) -> None:
+    with CheckedSimulation(job(2), endpoints=["a"]) as sim:
         sim.add_node("b")
         with pytest.raises(ValueError, match=r"no such host: 'B' \(known: a, b\)"):
             call(sim)
@@ -293,7 +289,7 @@ def test_a_member_is_suspended_and_cut_off(seconds: float) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_a_node_without_replies_stops_before_the_others_go_on(seed: int) -> None:
     """Its messages arrive, so the store sees that it gives the connection up."""
-    sim = Simulation(job("1:3", heartbeat_timeout=2.0), seed=seed, endpoints=("a",))
+    sim = CheckedSimulation(job("1:3", heartbeat_timeout=2.0), seed=seed, endpoints=("a",))
     sim.behavior = lambda node, placement: WorkerBehavior(
         stop_duration=20.0 if node.host.name == "c" else 0.0
     )
@@ -325,7 +321,7 @@ def test_a_node_that_is_cut_off_stops_by_its_plan(
     stop_duration: float, stopped_after: float
 ) -> None:
     """Its workers have half of the time of its lease to save; then they are killed."""
-    sim = Simulation(job("1:3"), endpoints=("a",))
+    sim = CheckedSimulation(job("1:3"), endpoints=("a",))
     sim.behavior = lambda node, placement: WorkerBehavior(
         stop_duration=stop_duration if node.host.name == "c" else 0.0
     )
@@ -359,7 +355,7 @@ def test_both_sides_of_a_partition_run_and_merge() -> None:
 
 def test_a_node_on_standby_does_not_take_its_job_to_another_store() -> None:
     """The job ends without it, while its lease may go on."""
-    sim = Simulation(job(2, heartbeat_timeout=2.0), endpoints=("store0", "store1"))
+    sim = CheckedSimulation(job(2, heartbeat_timeout=2.0), endpoints=("store0", "store1"))
     a, b, c, d = (sim.add_node(name) for name in "abcd")
     sim.partition(["store0", "a", "b"], ["store1", "c", "d"])
     sim.run_until(lambda: sim.is_settled(2, [a, b]) and sim.is_settled(2, [c, d]), 60)
@@ -378,7 +374,7 @@ def test_a_node_on_standby_does_not_take_its_job_to_another_store() -> None:
 
 def test_a_node_on_standby_waits_for_workers_that_go_to_another_store() -> None:
     """Their node has left, and may look for the other store for as long as for a lease."""
-    sim = Simulation(job(1, heartbeat_timeout=2.0), endpoints=("store0", "store1"))
+    sim = CheckedSimulation(job(1, heartbeat_timeout=2.0), endpoints=("store0", "store1"))
     for name in "abc":
         sim.add_host(name)
     sim.partition(["store0", "a"], ["store1", "b", "c"])
@@ -446,7 +442,7 @@ def test_a_suspended_host_comes_back(seconds: float) -> None:
 @pytest.mark.parametrize("delay", [0.001, 0.05])
 def test_the_stop_of_all_nodes_is_no_loss(delay: float) -> None:
     """The last one lets the store know, however slow the network is."""
-    with Simulation(job("1:2"), endpoints=("store0",), delay=(delay, delay)) as sim:
+    with CheckedSimulation(job("1:2"), endpoints=("store0",), delay=(delay, delay)) as sim:
         for _ in range(3):
             nodes = together(sim, "ab")
             for node in nodes:
@@ -459,7 +455,7 @@ def test_the_stop_of_all_nodes_is_no_loss(delay: float) -> None:
 
 
 def test_a_node_that_has_succeeded_is_there_for_a_late_restart() -> None:
-    sim = Simulation(job(2, max_restarts=1), endpoints=("store0",))
+    sim = CheckedSimulation(job(2, max_restarts=1), endpoints=("store0",))
     a, b = together(sim, "ab")
     a.end_workers(0)
     sim.run(5000)
@@ -471,7 +467,7 @@ def test_a_node_that_has_succeeded_is_there_for_a_late_restart() -> None:
 @pytest.mark.parametrize("drained", ["a", "c"])
 def test_the_nodes_stop_together_where_one_is_drained(drained: str) -> None:
     """Their workers save at the same time, for 6 s; then the others go on without the node."""
-    sim = Simulation(job("1:3"), endpoints=("store0",))
+    sim = CheckedSimulation(job("1:3"), endpoints=("store0",))
     sim.behavior = lambda node, placement: WorkerBehavior(stop_duration=6.0)
     nodes = together(sim, "abc")
     since, others = sim.now, [node for node in nodes if node.host.name != drained]
@@ -487,7 +483,7 @@ def test_the_nodes_stop_together_where_one_is_drained(drained: str) -> None:
 def test_the_store_of_the_workers_outlives_them(grace: float, seconds: float) -> None:
     """Worker 0 has ended at once, and others still save; at most for the grace of its own node."""
     spec = job(2)
-    sim = Simulation(spec, endpoints=("store0",))
+    sim = CheckedSimulation(spec, endpoints=("store0",))
     sim.behavior = lambda node, placement: WorkerBehavior(
         stop_duration=0.1 if placement.span.group_rank == 0 else seconds
     )
@@ -506,7 +502,7 @@ def test_the_store_of_the_workers_outlives_them(grace: float, seconds: float) ->
 def test_a_loop_of_lost_nodes_ends_where_losses_are_noticed_late() -> None:
     """Each turn takes the time of a lease, which does not let the losses lie further apart."""
     spec = job("1:2", heartbeat_timeout=20.0)
-    with Simulation(spec, endpoints=("store0",)) as sim:
+    with CheckedSimulation(spec, endpoints=("store0",)) as sim:
         for turn in range(11):
             node = sim.add_node(f"a{turn}")
             sim.run_until(lambda: sim.is_settled(1), 60)
@@ -519,7 +515,7 @@ def test_a_loop_of_lost_nodes_ends_where_losses_are_noticed_late() -> None:
 
 def test_a_node_that_is_stopped_before_its_host_resumes() -> None:
     """It is started and then stopped, once the host runs again."""
-    with Simulation(job(1), endpoints=("store0",)) as sim:
+    with CheckedSimulation(job(1), endpoints=("store0",)) as sim:
         sim.add_host("a")
         sim.suspend("a", 60)
         a = sim.add_node("a")
@@ -559,7 +555,7 @@ def test_four_joiners_one_after_the_other_restart_the_workers_once(
     settings: dict[str, Any],
 ) -> None:
     """The events of the steady nodes announce each joiner."""
-    sim = Simulation(job("2:8", **settings), endpoints=("store0",))
+    sim = CheckedSimulation(job("2:8", **settings), endpoints=("store0",))
     seen: list[tuple[str, str]] = []
 
     def note(node: SimNode, event: Event) -> None:
@@ -582,7 +578,9 @@ def test_four_joiners_one_after_the_other_restart_the_workers_once(
 
 
 def test_a_change_is_withdrawn_on_all_nodes_when_the_joiner_is_lost() -> None:
-    sim = Simulation(job("1:5", scale_up_delay=60.0, heartbeat_timeout=2.0), endpoints=("store0",))
+    sim = CheckedSimulation(
+        job("1:5", scale_up_delay=60.0, heartbeat_timeout=2.0), endpoints=("store0",)
+    )
     left: dict[str, float | None] = {}
 
     def note(node: SimNode, event: Event) -> None:
@@ -602,7 +600,7 @@ def test_a_change_is_withdrawn_on_all_nodes_when_the_joiner_is_lost() -> None:
 
 def test_nodes_learn_how_many_workers_of_others_have_finished() -> None:
     """From one coordinator, which leaves then, and from the next one."""
-    sim = Simulation(job("3"), endpoints=("store0",))
+    sim = CheckedSimulation(job("3"), endpoints=("store0",))
     nodes = together(sim, "abc")
     (first,) = sim.coordinators
     second, last = (one for one in nodes if one is not first)
@@ -627,7 +625,7 @@ def test_nodes_learn_how_many_workers_of_others_have_finished() -> None:
 
 def test_an_unreachable_joiner_does_not_change_the_round() -> None:
     """It reaches the store, but not group rank 0."""
-    sim = Simulation(job("1:4"), endpoints=("store0",))
+    sim = CheckedSimulation(job("1:4"), endpoints=("store0",))
     a, b = together(sim, "ab")
     sim.add_host("z")
     sim.partition(["z"], ["a", "b"])
@@ -642,7 +640,7 @@ def test_an_unreachable_joiner_does_not_change_the_round() -> None:
 
 def test_a_node_that_was_refused_as_a_joiner_stays_in_later_rounds() -> None:
     """It was taken in because nodes were missing."""
-    sim = Simulation(job("2:4", heartbeat_timeout=2.0), endpoints=("store0",))
+    sim = CheckedSimulation(job("2:4", heartbeat_timeout=2.0), endpoints=("store0",))
     a = sim.add_node("a")
     sim.run_until(lambda: sim.coordinators == [a], 60)
     lead = sim.add_node("b", node_rank=0)
@@ -661,7 +659,7 @@ def test_a_node_that_was_refused_as_a_joiner_stays_in_later_rounds() -> None:
 @pytest.mark.parametrize("moment", range(6))
 def test_a_late_result_of_a_probe_does_not_replace_a_newer_one(moment: int) -> None:
     """The first probe is held up by a partition, and refused after the node was lost."""
-    sim = Simulation(job("1:4", heartbeat_timeout=2.0), endpoints=("store0",))
+    sim = CheckedSimulation(job("1:4", heartbeat_timeout=2.0), endpoints=("store0",))
     a = sim.add_node("a")
     sim.run_until(lambda: sim.coordinators == [a], 60)
     c, _ = sim.add_node("c", node_rank=0), sim.add_node("b")
@@ -678,7 +676,7 @@ def test_a_late_result_of_a_probe_does_not_replace_a_newer_one(moment: int) -> N
 
 def test_a_slow_network_keeps_no_node_away() -> None:
     """Its own endpoint comes later, and the earlier one takes 0.8 s to answer."""
-    sim = Simulation(
+    sim = CheckedSimulation(
         job("1:2", heartbeat_timeout=4.0), endpoints=("store0", "b"), delay=(0.095, 0.1)
     )
     sim.add_node("a")
@@ -692,7 +690,7 @@ def test_a_slow_network_keeps_no_node_away() -> None:
 
 
 def test_clocks_may_differ() -> None:
-    sim = Simulation(job(3), delay=(0.001, 0.0011))
+    sim = CheckedSimulation(job(3), delay=(0.001, 0.0011))
     sim.add_node("a", offset=-7200.0, rate=1.003)
     sim.add_node("b", offset=86_400.0)
     sim.add_node("c", rate=0.997)
@@ -735,7 +733,7 @@ def test_a_host_without_power_is_replaced() -> None:
 
 def test_static_ranks_stay() -> None:
     """A node that is restarted gets its rank back."""
-    sim = Simulation(job(3, backend="static", node_rank=0, heartbeat_timeout=2.0))
+    sim = CheckedSimulation(job(3, backend="static", node_rank=0, heartbeat_timeout=2.0))
     for rank, name in enumerate("abc"):
         sim.add_node(name, node_rank=rank)
     sim.run_until(lambda: sim.is_settled(3), 60)
@@ -747,7 +745,7 @@ def test_static_ranks_stay() -> None:
 
 
 def test_a_node_has_the_rank_of_the_spec_unless_it_has_its_own() -> None:
-    sim = Simulation(job(2, backend="static", node_rank=0))
+    sim = CheckedSimulation(job(2, backend="static", node_rank=0))
     sim.add_node("a")
     b = sim.add_node("b", node_rank=1)
     sim.run_until(lambda: sim.is_settled(2), 60)
@@ -786,7 +784,7 @@ def test_a_mismatched_node_is_rejected() -> None:
 def test_a_node_whose_workers_never_start_gives_up() -> None:
     """Its agent has taken the order, so the coordinator waits no longer."""
     waited: list[float] = []
-    sim = Simulation(job("1:2"))
+    sim = CheckedSimulation(job("1:2"))
     sim.behavior = lambda node, placement: WorkerBehavior(
         start_duration=1e8 if node.host.name == "b" else 0.0
     )
@@ -804,7 +802,7 @@ def test_a_node_whose_workers_never_start_gives_up() -> None:
 def test_two_hundred_nodes() -> None:
     """A worker fails, then the coordinator is lost."""
     spec = job("190:200", last_call_timeout=5.0, max_restarts=3)
-    sim = Simulation(spec, endpoints=("store0",), seed=1)
+    sim = CheckedSimulation(spec, endpoints=("store0",), seed=1)
     for number in range(200):
         sim.add_node(f"n{number}")
     sim.run_until(lambda: sim.is_settled(200), 30)
@@ -832,7 +830,7 @@ def test_a_violation_has_the_trace() -> None:
 
 
 def test_a_condition_that_does_not_hold_is_a_violation() -> None:
-    sim = Simulation(job(2))
+    sim = CheckedSimulation(job(2))
     sim.add_node("a")
     with pytest.raises(InvariantViolated, match="the condition does not hold within 5 s"):
         sim.run_until(lambda: sim.is_settled(2), 5)
@@ -840,7 +838,7 @@ def test_a_condition_that_does_not_hold_is_a_violation() -> None:
 
 def test_the_event_hook_gets_all_events() -> None:
     seen: list[Event] = []
-    sim = Simulation(job(2))
+    sim = CheckedSimulation(job(2))
     sim.checker.event_hook = lambda node, event: seen.append(event)
     sim.add_node("a")
     sim.add_node("b")

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 
 from elastic_aio.outcome import JobOutcome
 from elastic_aio.rendezvous.base import Placement
-from elastic_aio.testing import SimNode, Simulation
+from elastic_aio.testing import SimNode
+from elastic_aio.testing.checked import CheckedSimulation
 
 
-def together(sim: Simulation, names: Iterable[str]) -> list[SimNode]:
+def together(sim: CheckedSimulation, names: Iterable[str]) -> list[SimNode]:
     """Add nodes to a simulation without others; return them once they run a round."""
     nodes = [sim.add_node(name) for name in names]
     sim.run_until(lambda: sim.is_settled(len(nodes)), 60)

@@ -24,7 +24,9 @@ from elastic_aio.rendezvous.state import (
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.store import Lease
-from elastic_aio.testing import InvariantViolated, Simulation, WorkerBehavior, run_random_scenario
+from elastic_aio.testing import InvariantViolated, WorkerBehavior
+from elastic_aio.testing.checked import CheckedSimulation
+from elastic_aio.testing.scenarios import run_random_scenario
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +44,7 @@ def violation(count: int) -> str:
 def come_and_go(times: int) -> None:
     """Let nodes come to a full job and leave it, which must cost no memory."""
     spec = LaunchSpec("x", nnodes=1)
-    with Simulation(spec) as sim:
+    with CheckedSimulation(spec) as sim:
         sim.add_node("a")
         sim.run_until(lambda: sim.is_settled(1), 60)
         for _ in range(times):
@@ -56,7 +58,7 @@ def come_and_go(times: int) -> None:
 def cut_off(*, one_way: bool = False) -> None:
     """Cut a node off whose workers stop slowly; `one_way`: only from what others send."""
     spec = LaunchSpec("x", nnodes="1:3", rendezvous=RendezvousSpec(last_call_timeout=1))
-    with Simulation(spec) as sim:
+    with CheckedSimulation(spec) as sim:
         sim.behavior = lambda node, placement: WorkerBehavior(
             stop_duration=20.0 if node.host.name == "c" else 0.0
         )
@@ -68,7 +70,7 @@ def cut_off(*, one_way: bool = False) -> None:
 
 def succeed_alone() -> None:
     """Let a node succeed that is cut off, and return when another one has taken its place."""
-    with Simulation(LaunchSpec("x", nnodes=1), endpoints=["store"]) as sim:
+    with CheckedSimulation(LaunchSpec("x", nnodes=1), endpoints=["store"]) as sim:
         sim.behavior = lambda node, placement: WorkerBehavior(
             seconds=4.0 if node.host.name == "a" else None
         )
@@ -85,7 +87,7 @@ def succeed_alone() -> None:
 def lose_coordinator() -> None:
     """Kill a coordinator whose last order is still on its way to a node that is slow."""
     spec = LaunchSpec("x", nnodes=3)
-    with Simulation(spec, endpoints=["store0"]) as sim:
+    with CheckedSimulation(spec, endpoints=["store0"]) as sim:
         a = sim.add_node("a")
         sim.run(1)
         sim.add_node("c")

@@ -13,8 +13,13 @@ import pytest
 from elastic_aio.rendezvous import coordinator_runner
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
-from elastic_aio.testing import InvariantViolated
-from elastic_aio.testing.scenarios import Scenario, Tape, play_recipe, search_scenarios
+from elastic_aio.testing.scenarios import (
+    FoundViolation,
+    Scenario,
+    Tape,
+    play_recipe,
+    search_scenarios,
+)
 
 COUNT = int(os.environ.get("ELASTIC_AIO_SEARCH", "40"))
 SEED = int(os.environ.get("ELASTIC_AIO_SEARCH_SEED", "0"))
@@ -74,5 +79,7 @@ def test_a_violation_names_its_search(monkeypatch: pytest.MonkeyPatch) -> None:
         scenario.sim.fail("wrong")
 
     monkeypatch.setattr(Scenario, "play", violate)
-    with pytest.raises(InvariantViolated, match=r"^scenario 0 of the search with seed 5: .*wrong"):
+    text = r"^scenario 0 of the search with seed 5: .*wrong"
+    with pytest.raises(FoundViolation, match=text) as caught:
         search_scenarios(3, seed=5)
+    assert caught.value.recipe.waves == 1
