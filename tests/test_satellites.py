@@ -32,7 +32,7 @@ def copy_without(satellites: Iterable[str], target: Path) -> None:
         source, copy = ROOT / name, target / name
         is_part = re.match(rf"(elastic_aio|tests)/({named})/", name)
         is_test = re.match(r"tests/.*/test_\w+\.py$", name) and re.search(
-            rf"^ *(from|import) elastic_aio\.({named})\b", source.read_text(), re.M
+            rf"^ *(from|import) (elastic_aio|tests)\.({named})\b", source.read_text(), re.M
         )
         if source.is_file() and not is_part and not is_test:
             copy.parent.mkdir(parents=True, exist_ok=True)

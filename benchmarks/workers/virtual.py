@@ -33,10 +33,10 @@ from elastic_aio.rendezvous import coordinator, coordinator_runner
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.testing import SimNode
-from elastic_aio.testing.checked import CheckedSimulation
 from elastic_aio.testing.network import SimProcess, SimTransport
 from elastic_aio.testing.simulation import PORT
-from elastic_aio.testing.store import SimStore
+from tests.testing.checked import CheckedSimulation
+from tests.testing.stores import SimStore
 
 _LIMIT_S = 600.0
 _DAY_S = 86_400.0

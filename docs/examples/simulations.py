@@ -1,4 +1,4 @@
-"""Simulated jobs: one node of a simulation, and a search for rare situations."""
+"""A simulated job: one node of a simulation."""
 
 # %%
 from elastic_aio import LaunchSpec
@@ -10,12 +10,3 @@ with Simulation(LaunchSpec("train.py", nnodes="1:2", max_restarts=1), seed=3) as
     nodes[1].kill()
     sim.run_until(lambda: sim.is_settled(1, nodes[:1]), 120)
     print(nodes[1].is_live, nodes[0].has_place)  # False True
-
-# %%
-from elastic_aio.testing import Found, Recipe, SearchResult, play_recipe, search_scenarios
-
-result: SearchResult = search_scenarios(5, seed=1)
-first: Found = result.found[0]
-recipe: Recipe = first.recipe
-again, situations = play_recipe(recipe)
-print(first.situation in situations)  # True

@@ -100,8 +100,6 @@ NOT_RUN: dict[tuple[str, str], str] = {
     ("train.md", "$ aio-elastic run"): f"needs torch: {_TRAIN}",
     ("upgrades.md", "pip install -U"): "needs a release at the index",
     ("logs.md", "<log_dir>/<run_id>"): f"{_OUTPUTS}::test_the_layout_of_the_logs",
-    ("simulation.md", "for seed in range(1000)"): f"{_OUTPUTS}::test_the_ends_of_random_scenarios",
-    ("simulation.md", "654 all workers"): f"{_OUTPUTS}::test_the_ends_of_random_scenarios",
     ("command-line.md", "aio-elastic --version"): (
         "tests/test_docs.py::test_the_command_line_is_documented_completely"
     ),

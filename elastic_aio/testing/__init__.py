@@ -12,9 +12,7 @@
     assert a.outcome.exit_code == 3
 
 `Simulation` has the steps (kill, suspend, partition, ...), `WorkerBehavior` says what the workers
-of a node do, and `SimNode` is one node.  Every step is checked; `InvariantViolated` is raised with
-a trace.  `run_random_scenario` plays a random scenario with many faults, and `search_scenarios`
-plays many, each one after what the former ones have reached.
+of a node do, and `SimNode` is one node.  `InvariantViolated` is raised with a trace.
 """
 
 from __future__ import annotations
@@ -26,12 +24,6 @@ from elastic_aio.lazy import lazy_exports
 if TYPE_CHECKING:
     from elastic_aio.testing.node import SimNode as SimNode
     from elastic_aio.testing.node import WorkerBehavior as WorkerBehavior
-    from elastic_aio.testing.scenarios import Found as Found
-    from elastic_aio.testing.scenarios import Recipe as Recipe
-    from elastic_aio.testing.scenarios import SearchResult as SearchResult
-    from elastic_aio.testing.scenarios import play_recipe as play_recipe
-    from elastic_aio.testing.scenarios import run_random_scenario as run_random_scenario
-    from elastic_aio.testing.scenarios import search_scenarios as search_scenarios
     from elastic_aio.testing.simulation import Simulation as Simulation
     from elastic_aio.testing.virtual_time import InvariantViolated as InvariantViolated
 else:
@@ -39,9 +31,6 @@ else:
         __name__,
         {
             "elastic_aio.testing.node": "SimNode WorkerBehavior",
-            "elastic_aio.testing.scenarios": (
-                "Found Recipe SearchResult play_recipe run_random_scenario search_scenarios"
-            ),
             "elastic_aio.testing.simulation": "Simulation",
             "elastic_aio.testing.virtual_time": "InvariantViolated",
         },

@@ -24,7 +24,7 @@ from elastic_aio.reasons import KNOWN_CODES, KNOWN_TEXTS, LOST_PEER, known_cause
 from elastic_aio.status import Level
 from elastic_aio.store import RemoteStore, Store, StoreServer
 from elastic_aio.store.etcd import EtcdStore
-from elastic_aio.testing import WorkerBehavior, run_random_scenario, search_scenarios
+from elastic_aio.testing import WorkerBehavior
 from tests.support.cli import REPOSITORY
 
 PACKAGE = REPOSITORY / "elastic_aio"
@@ -37,12 +37,10 @@ ARGUMENTS: dict[str, Callable[..., Any]] = {
     "address": StatusServer,
     "amount": Store.add,
     "argv": open_process,
-    "count": search_scenarios,
     "endpoint": follow_job,
     "endpoints": EtcdStore,
     "envs": start_processes,
     "exit_code": WorkerBehavior,
-    "exit_codes": run_random_scenario,
     "host": StoreServer,
     "items": Store.multi_set,
     "key": Store.set,

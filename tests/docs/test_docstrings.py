@@ -21,7 +21,6 @@ ELSEWHERE = {
     "stacks.txt",  # a file
     "elastic_aio.accelerators",  # groups of entry points
     "elastic_aio.rendezvous",
-    "elastic_aio.testing.invariants",  # a module
     "NumaOptions",  # torch's
     "RendezvousBackend",
 }

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -159,20 +157,3 @@ def test_the_layout_of_the_logs(tmp_path: Path) -> None:
             text = text.replace("<run_id>", "my\\-run").replace("<host>", re.escape(host))
             text = re.sub(r"<\w+>", r"\\w+", text)
             assert any(re.fullmatch(text, path) for path in real), (text, real)
-
-
-@pytest.mark.docs
-def test_the_ends_of_random_scenarios() -> None:
-    """A fifth of the scenarios has the ends that are often shown, and hardly another."""
-    block = block_of("simulation.md", "range(1000)")
-    program = block.text.replace("range(1000)", "range(200)")
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    shown = counts_of(block_of("simulation.md", "all workers have finished\n").text)
-    found = counts_of(ended.stdout)
-    assert {why for why, count in shown.items() if count >= 25} <= found.keys(), ended.stderr
-    assert {why for why, count in found.items() if count >= 5} <= shown.keys()
-
-
-def counts_of(text: str) -> dict[str, int]:
-    rows = (line.split(" ", 1) for line in text.splitlines())
-    return {why: int(count) for count, why in rows}

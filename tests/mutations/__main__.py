@@ -31,7 +31,7 @@ _LIMIT_S: Final = {True: 600, False: 60}
 
 _SCENARIOS: Final = """
 import gc, sys
-from elastic_aio.testing import run_random_scenario
+from tests.testing.scenarios import run_random_scenario
 
 gc.set_threshold(20_000, 20, 20)
 first, count = map(int, sys.argv[1:])
@@ -62,10 +62,10 @@ def try_mutation(mutation: Mutation, first: int, count: int) -> tuple[bool, str]
         shutil.copytree(_ROOT / "elastic_aio", copy / "elastic_aio")
         file = copy / "elastic_aio" / mutation.file
         file.write_text(file.read_text().replace(mutation.old, mutation.new))
+        shutil.copytree(_ROOT / "tests", copy / "tests")
         if mutation.caught_by == SEEDS:
             command = ["-c", _SCENARIOS, str(first), str(count)]
         else:
-            shutil.copytree(_ROOT / "tests", copy / "tests")
             shutil.copy(_ROOT / "pyproject.toml", copy)
             options = ["-q", "-x", "-n", "0", "-m", "", "-p", "no:cacheprovider", "--tb=line"]
             command = ["-m", "pytest", *options, mutation.caught_by]

@@ -18,7 +18,7 @@ from elastic_aio.outcome import JobState
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.testing import InvariantViolated, SimNode, WorkerBehavior
-from elastic_aio.testing.checked import CheckedSimulation
+from tests.testing.checked import CheckedSimulation
 
 PERCENT = float(os.environ.get("ELASTIC_AIO_END_FAULTS", "3"))
 SEED = int(os.environ.get("ELASTIC_AIO_SIMULATIONS_SEED", "0"))

@@ -25,10 +25,10 @@ from elastic_aio.rendezvous.state import CoordinatorPhase, RoundSettings
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import Backoff, RestartAction
-from elastic_aio.testing.checked import CheckedSimulation
 from tests.support.coordinator_harness import CoordinatorHarness, failure, status
 from tests.support.restarts import at_once
 from tests.support.simulated_nodes import together
+from tests.testing.checked import CheckedSimulation
 
 ASKED = at_once(decide=lambda failure: RestartAction.EXCLUDE)
 

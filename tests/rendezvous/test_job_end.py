@@ -13,10 +13,10 @@ from elastic_aio.rendezvous.state import CoordinatorPhase, RoundSettings
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.testing import SimNode, WorkerBehavior
-from elastic_aio.testing.checked import CheckedSimulation
-from elastic_aio.testing.store import SimStore
 from tests.support.coordinator_harness import CoordinatorHarness
 from tests.support.simulated_nodes import ended, together
+from tests.testing.checked import CheckedSimulation
+from tests.testing.stores import SimStore
 
 ALONE = "others had not"
 """In the outcome of a node that knows only of its own success."""

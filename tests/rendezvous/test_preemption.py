@@ -33,9 +33,9 @@ from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import Backoff, RestartPolicy
 from elastic_aio.testing import SimNode, WorkerBehavior
-from elastic_aio.testing.checked import CheckedSimulation
 from tests.support.coordinator_harness import CoordinatorHarness, failure
 from tests.support.simulated_nodes import ended, together
+from tests.testing.checked import CheckedSimulation
 
 AT_ONCE_S = 1.0
 """Seconds of virtual time in which messages arrive, many times over."""

@@ -29,9 +29,10 @@ from elastic_aio.spec.rendezvous import EngineSpec, RendezvousSpec
 from elastic_aio.spec.restart import Backoff, RestartAction, RestartPolicy
 from elastic_aio.spec.stop import StopPlan
 from elastic_aio.testing import InvariantViolated, SimNode, WorkerBehavior
-from elastic_aio.testing.checked import CheckedSimulation
-from elastic_aio.testing.scenarios import run_random_scenario
+from tests.support.cli import REPOSITORY
 from tests.support.simulated_nodes import ended, placed, together
+from tests.testing.checked import CheckedSimulation
+from tests.testing.scenarios import run_random_scenario
 
 COUNT = int(os.environ.get("ELASTIC_AIO_SIMULATIONS", "40"))
 FIRST = int(os.environ.get("ELASTIC_AIO_SIMULATIONS_SEED", "0"))
@@ -82,12 +83,13 @@ def test_a_seed_gives_one_trace() -> None:
 @pytest.mark.slow
 def test_a_seed_gives_one_trace_in_every_process() -> None:
     code = """
-from elastic_aio.testing.scenarios import run_random_scenario
+from tests.testing.scenarios import run_random_scenario
 print(*(run_random_scenario(seed).trace for seed in (23, 27, 42)))
 """
     first, second = (
         subprocess.run(
             [sys.executable, "-c", code],
+            cwd=REPOSITORY,
             env={**os.environ, "PYTHONHASHSEED": seed},
             check=True,
             capture_output=True,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from elastic_aio.outcome import JobOutcome
 from elastic_aio.rendezvous.base import Placement
 from elastic_aio.testing import SimNode
-from elastic_aio.testing.checked import CheckedSimulation
+from tests.testing.checked import CheckedSimulation
 
 
 def together(sim: CheckedSimulation, names: Iterable[str]) -> list[SimNode]:

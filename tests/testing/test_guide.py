@@ -14,9 +14,8 @@ PROGRAMS = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_runs(program: str) -> None:
-    """A thousand clusters take a minute; twenty show that the program works."""
-    exec(program.replace("range(1000)", "range(20)"), {})
+    exec(program, {})
 
 
 def test_there_are_programs() -> None:
-    assert len(PROGRAMS) == 4
+    assert len(PROGRAMS) == 3

@@ -25,8 +25,8 @@ from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.store import Lease
 from elastic_aio.testing import InvariantViolated, WorkerBehavior
-from elastic_aio.testing.checked import CheckedSimulation
-from elastic_aio.testing.scenarios import run_random_scenario
+from tests.testing.checked import CheckedSimulation
+from tests.testing.scenarios import run_random_scenario
 
 pytestmark = pytest.mark.slow
 

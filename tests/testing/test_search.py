@@ -13,7 +13,7 @@ import pytest
 from elastic_aio.rendezvous import coordinator_runner
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
-from elastic_aio.testing.scenarios import (
+from tests.testing.scenarios import (
     FoundViolation,
     Scenario,
     Tape,

@@ -8,7 +8,7 @@ from elastic_aio.outcome import JobState
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.testing import InvariantViolated, Simulation, WorkerBehavior
-from elastic_aio.testing.checked import CheckedSimulation
+from tests.testing.checked import CheckedSimulation
 
 SPEC = LaunchSpec(
     "x", nnodes="1:2", max_restarts=2, rendezvous=RendezvousSpec(last_call_timeout=0.5)

@@ -29,11 +29,11 @@ from elastic_aio.spec.checks import check_number, checked_items, checked_part
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.rendezvous import RendezvousSpec
 from elastic_aio.spec.restart import Backoff, RestartAction, RestartPolicy
-from elastic_aio.testing.checked import CheckedSimulation
-from elastic_aio.testing.invariants import RATE_MIN
 from elastic_aio.testing.node import SimNode, WorkerBehavior, checked_exit_code
-from elastic_aio.testing.store import SimStore
 from elastic_aio.testing.virtual_time import InvariantViolated
+from tests.testing.checked import CheckedSimulation
+from tests.testing.invariants import RATE_MIN
+from tests.testing.stores import SimStore
 
 _PAUSE_S: Final = 0.4
 """Seconds for which a host pauses: less than a fifth of the time of a lease."""

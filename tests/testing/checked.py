@@ -12,9 +12,9 @@ from elastic_aio.outcome import JobOutcome
 from elastic_aio.rendezvous import base
 from elastic_aio.rendezvous.dynamic import SILENT
 from elastic_aio.spec.job import LaunchSpec
-from elastic_aio.testing.invariants import InvariantChecker
 from elastic_aio.testing.node import SimNode
 from elastic_aio.testing.simulation import Behavior, SimDriver, Simulation
+from tests.testing.invariants import InvariantChecker
 
 
 class CheckedSimulation(Simulation):

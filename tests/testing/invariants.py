@@ -31,8 +31,8 @@ from elastic_aio.store.connection import Connection
 from elastic_aio.testing.network import Listener, Network
 from elastic_aio.testing.node import SimNode
 from elastic_aio.testing.simulation import brief
-from elastic_aio.testing.store import SimStore, Written
 from elastic_aio.testing.virtual_time import Trace
+from tests.testing.stores import SimStore, Written
 
 RATE_MIN: Final = 0.99
 """Speed of the slowest clock of a random scenario; the fastest is as much too fast."""
