@@ -1,6 +1,20 @@
 """Invariants of a job of many nodes, checked at every step of a simulation.
 
-The checks see only the keys in the stores, and how each node treats its workers.
+The checks see only the keys in the stores, and how each node treats its workers:
+
+* A rank of a round is given once, and kept from round to round.  Numbers of rounds, attempts and
+  restarts only grow.
+* No worker of a round starts while one of an older round lives, on any node (`overlap=False`);
+  docs/guarantees.md lists the cases in which that is impossible.
+* A term is given once in the life of a store, and every order is obeyed or replaced within seconds.
+* A success means that the workers of all ranks of one round have succeeded.  A node obeys only an
+  end that is recorded, and that of its own job.  A generation has one end, and no round after it.
+* A node that has succeeded in a job that has ended gets no place in another round, and a node with
+  a place in one job none in another, unless both are halves of one.  The counters of a job are its
+  own.
+* The number of rounds is bounded by the number of faults.  Keys in the stores, and the memory of
+  the coordinator, belong to present nodes.
+* A node that ends leaves no connection and no worker.
 """
 
 from __future__ import annotations
