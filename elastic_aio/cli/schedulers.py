@@ -76,8 +76,7 @@ def find_allocation(env: Env, fqdn: Callable[[], str] = lambda: "") -> Allocatio
     Raises:
         UsageError: the named variable of the scheduler is malformed.
     """
-    finders = (_slurm, _flux, _lsf, _open_mpi, _pmi, _pbs)
-    for finder in finders:
+    for finder in (_slurm, _open_mpi, _pmi):
         if (found := finder(env)) is not None:
             return found
     return _kubernetes(env, fqdn)
@@ -121,41 +120,6 @@ def _slurm(env: Env) -> Allocation | None:
     )
 
 
-def _flux(env: Env) -> Allocation | None:
-    if not (job := env.get("FLUX_JOB_ID")) or "FLUX_TASK_RANK" not in env:
-        return None
-    return Allocation(
-        scheduler="Flux",
-        job_id=job,
-        nodes=_number(env, "FLUX_JOB_SIZE", "FLUX_JOB_NNODES") or 1,
-        rank=_number(env, "FLUX_TASK_RANK") or 0,
-        host=env.get("MASTER_ADDR", ""),
-        grace=4.0,  # exec.kill-timeout is 5 s by default
-    )
-
-
-def _lsf(env: Env) -> Allocation | None:
-    if not (job := env.get("LSB_JOBID")):
-        return None
-    # Pairs of a host and its slots; or each host once for each slot.
-    pairs = env.get("LSB_MCPU_HOSTS", "").split()
-    hosts = list(dict.fromkeys(pairs[::2] or env.get("LSB_HOSTS", "").split()))
-    task = _number(env, "LSF_PM_TASKID")
-    grace = 8.0  # JOB_TERMINATE_INTERVAL is 10 s by default
-    if task is None:
-        many = len(hosts) > 1
-        advice = f"one of {len(hosts)} hosts: start it with blaunch to use all" if many else ""
-        return Allocation(scheduler="LSF", job_id=job, grace=grace, advice=advice)
-    return Allocation(
-        scheduler="LSF",
-        job_id=job,
-        nodes=len(hosts) or 1,
-        rank=max(task - 1, 0),
-        host=hosts[0] if hosts else "",
-        grace=grace,
-    )
-
-
 def _open_mpi(env: Env) -> Allocation | None:
     size = _number(env, "OMPI_COMM_WORLD_SIZE")
     if size is None:
@@ -190,22 +154,6 @@ def _pmi(env: Env) -> Allocation | None:
 
 def _host_of_mpi(env: Env, contact: str, *, is_local: bool) -> str:
     return env.get("MASTER_ADDR") or ("127.0.0.1" if is_local else contact)
-
-
-def _pbs(env: Env) -> Allocation | None:
-    """Read a job of PBS or Torque without MPI, whose mpiexec sets variables of its own."""
-    if not (job := env.get("PBS_JOBID")):
-        return None
-    rank = _number(env, "PBS_NODENUM") or 0
-    return Allocation(
-        scheduler="PBS",
-        job_id=job,
-        rank=rank,
-        grace=8.0,  # kill_delay is 10 s by default
-        advice="this host only: start it with mpiexec to use several",
-        # PBS_NODEFILE is on the first host only, so another one cannot know the first.
-        problem="pbsdsh does not tell a task of the others: use mpiexec" if rank else "",
-    )
 
 
 def _kubernetes(env: Env, fqdn: Callable[[], str]) -> Allocation | None:

@@ -25,8 +25,8 @@ TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
 TASK = "ELASTIC_AIO_TASK"
 """Marks a worker: the scheduler's task that its launcher runs in, as `task_of` returns it."""
 _CHANNELS = {NOTIFY_FD, NOTIFY_SOCKET, WATCHDOG_USEC, REAL_LOCAL_RANK, TIMER_FILE, PENDING_CHANGE}
-SCHEDULERS = ("SLURM_", "FLUX_", "LSB_", "OMPI_", "PMI_", "PBS_", "JOB_COMPLETION")
-"""How the variables of schedulers begin."""
+SCHEDULERS = ("SLURM_", "OMPI_", "PMI_", "JOB_COMPLETION")
+"""How the variables of schedulers begin that are read."""
 # Variables that differ in another task: a job or a step that a worker has submitted, for example.
 _TASK_VARIABLES = (
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "FLUX_JOB_ID", "LSB_JOBID", "LSF_PM_TASKID"),
