@@ -51,10 +51,15 @@ class RunDirectory:
         is_temporary: bool = False,
         has_logs: bool = True,
         root: str | None = None,
+        top: str | None = None,
     ) -> None:
-        """Use an existing directory, of a child that of the run too; `make` creates one."""
+        """Use an existing directory, of a child that of the run too; `make` creates one.
+
+        `top` is the first directory on the way to it that was made for the job.
+        """
         self.path = path
         self._root = root or path
+        self._top = top or self._root
         self._below: list[str] = []  # directories of children, each after that which it is in
         self.job = ""
         """The id that the directories of a job on several nodes share; see `note_job`."""
@@ -89,8 +94,11 @@ class RunDirectory:
         if spec.log_dir is not None:
             try:
                 parent = os.path.abspath(spec.log_dir)
+                top, above = None, parent
+                while not os.path.isdir(above):
+                    top, above = above, os.path.dirname(above)
                 os.makedirs(parent, exist_ok=True)
-                directory = cls(_make_below(parent, paths.run_prefix(run_id, host)))
+                directory = cls(_make_below(parent, paths.run_prefix(run_id, host)), top=top)
                 if spec.keep_runs is not None:
                     directory.lock()
                 return directory
@@ -126,14 +134,16 @@ class RunDirectory:
                 os.mkdir(path)
                 self._below.append(path)
         kind = self._is_temporary
-        return RunDirectory(path, is_temporary=kind, has_logs=has_logs, root=self._root)
+        return RunDirectory(
+            path, is_temporary=kind, has_logs=has_logs, root=self._root, top=self._top
+        )
 
     def give_to(self, owner: tuple[int, int]) -> None:
         """Let workers that run as another user write in their own directories, and reach them."""
         self.owner, path = owner, self.path
         while path is not None:
             os.chmod(path, stat.S_IMODE(os.stat(path).st_mode) | 0o111)
-            path = None if path == self._root else os.path.dirname(path)
+            path = None if path == self._top else os.path.dirname(path)
 
     def lock(self) -> None:
         """Mark this directory as a running job's, or raise an OSError.
@@ -204,8 +214,8 @@ class RunDirectory:
             os.mkdir(directory)
             if self.owner is not None:
                 # Only the launcher may replace the directory of a worker in that of the attempt.
-                if self._is_temporary:
-                    os.chmod(directory, 0o700 if is_own else 0o711)
+                mode = 0o600 if self._is_temporary else stat.S_IMODE(os.stat(directory).st_mode)
+                os.chmod(directory, mode | (0o100 if is_own else 0o111))
                 os.chown(directory, *self.owner if is_own else (-1, -1))
         except OSError as error:
             if not may_be_full or error.errno not in _FULL:

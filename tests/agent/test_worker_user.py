@@ -52,16 +52,23 @@ async def test_a_worker_opens_its_streams_again(
     await launch(LaunchSpec(shell(f"set -e; {REOPEN}"), limits=OTHER, logs=logs))
 
 
-@pytest.mark.parametrize("logs", [LogSpec(), LogSpec(redirects=3)])
-async def test_a_worker_writes_its_error_file(logs: LogSpec) -> None:
-    """In a directory of its own, in which other users see nothing."""
+@pytest.mark.parametrize("logs", [LogSpec(), LogSpec(redirects=3), LogSpec(log_dir="made/here")])
+async def test_a_worker_writes_its_error_file(
+    logs: LogSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a directory of its own, in which other users see nothing, whatever the umask."""
+    monkeypatch.chdir(str(tempfile.tempdir))
+    umask = os.umask(0o077 if logs.log_dir else 0o022)
     look = "import os, stat; d = os.path.dirname(os.environ['TORCHELASTIC_ERROR_FILE'])"
     look += "; s = os.stat(d); assert (s.st_uid, s.st_mode & 0o777) == (os.getuid(), 0o700), s"
     look += "; assert not os.access(os.path.dirname(d), os.W_OK)"
     write = """; open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write('{"message": "own"}')"""
     command = ["/usr/bin/env", "python3", "-c", f"{look}{write}; raise SystemExit(3)"]
-    with pytest.raises(JobFailed) as caught:
-        await launch(LaunchSpec(command, limits=OTHER, logs=logs))
+    try:
+        with pytest.raises(JobFailed) as caught:
+            await launch(LaunchSpec(command, limits=OTHER, logs=logs))
+    finally:
+        os.umask(umask)
     assert caught.value.failures[0].reason == "own"
 
 
