@@ -483,6 +483,13 @@ class Driver(BaseDriver):
                 pids += self._runtime.tree.signal_leaders(signal, pid)
         self._on_forwarded(signal, pids, others)
 
+    @property
+    def last_answer(self) -> str:
+        """The last answer to a probe of a worker; empty if there is none."""
+        records = () if self.group is None else self.group.records.values()
+        reports = (one.report for one in records if one.report is not None)
+        return next((one.probe for one in reports if one.probe), "")
+
     def send(self, signal: int, pid: int | None = None) -> tuple[int, ...]:
         records = () if self.group is None else self.group.records.values()
         workers = [record.pid for record in records if pid in (None, record.pid)]

@@ -214,10 +214,11 @@ class ScaleReceived(ChildRequest, frozen=True):
 
 
 class TimerElapsed(Struct, frozen=True):
-    """The time of an `Arm` has passed."""
+    """The time of an `Arm` has passed; `answer` is the last one to a probe of a replacement."""
 
     name: str
     token: int
+    answer: str = ""
 
 
 # And of `machine`: `Start`, `StopReceived`, `PreemptionReceived` and `RestartReceived`.
@@ -615,10 +616,10 @@ class SupervisorMachine:
         match received:
             case ChildResult():
                 self._on_result(received)
-            case TimerElapsed(name, token):
+            case TimerElapsed(name, token, answer):
                 child = self._children.get(name)
                 if child is not None and child.is_armed and child.token == token:
-                    self._on_elapsed(child)
+                    self._on_elapsed(child, answer)
             case ChildRequest():
                 self._on_request(received)
             case machine.StopReceived():
@@ -1294,7 +1295,7 @@ class SupervisorMachine:
 
     # ------------------------------------------------------------------- parts
 
-    def _on_elapsed(self, child: ChildState) -> None:
+    def _on_elapsed(self, child: ChildState, answer: str) -> None:
         child.is_armed, reload = False, self._reload
         if child.phase is ChildPhase.BACKING_OFF:
             self._schedule(child)
@@ -1302,8 +1303,8 @@ class SupervisorMachine:
             if reload.is_settling:
                 self._promote(child)
             else:
-                seconds = ready_timeout(reload.child)
-                self._fail_reload(f"the new worker is not ready after {seconds:g} s")
+                why = f"the new worker is not ready after {ready_timeout(reload.child):g} s"
+                self._fail_reload(f"{why}, last probe: {answer}" if answer else why)
 
     def _arm(self, child: ChildState, delay: float) -> None:
         child.token += 1

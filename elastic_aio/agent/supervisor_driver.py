@@ -613,7 +613,10 @@ class SupervisorDriver(BaseDriver):
 
     async def _wait(self, effect: supervisor.Arm) -> supervisor.TimerElapsed:
         await self._clock.sleep(effect.delay)
-        return supervisor.TimerElapsed(effect.name, effect.token)
+        started = [start for (name, _), start in self._starts.items() if name == effect.name]
+        driver = started[-1].driver if started else None
+        answers = [one.last_answer for one in driver.leaves] if driver is not None else []
+        return supervisor.TimerElapsed(effect.name, effect.token, next(filter(None, answers), ""))
 
     def _on_cancelled(self, effect: Any) -> None:
         if isinstance(effect, Finish):

@@ -19,12 +19,14 @@ import pytest
 
 from elastic_aio import (
     Agent,
+    Exec,
     GroupSpec,
     HostError,
     JobFailed,
     JobPreempted,
     JobStopped,
     LaunchSpec,
+    LivenessSpec,
     LogSpec,
     SpecError,
     StopPlan,
@@ -536,6 +538,18 @@ async def test_a_start_that_fails_in_a_reload_is_no_failure_of_others(tmp_path: 
         assert await agent.reload("", changed)
         assert {name: agent.pids(name) for name in kept} == pids
         await until(lambda: agent.status().is_ready)
+
+
+async def test_a_failed_reload_names_the_last_answer_of_the_new_worker() -> None:
+    events: list[Event] = []
+    probe, limit = Exec("echo no database; exit 3", period=0.05), LivenessSpec(ready_timeout=0.5)
+    async with make_agent(workers(1), listeners=[events.append]) as agent:
+        await until_all_run(agent)
+        pids = agent.pids()
+        assert not await agent.reload("", workers(1, ready=probe, liveness=limit))
+        (failed,) = (event for event in events if isinstance(event, ReloadFailed))
+        assert failed.why.endswith("last probe: exit code 3: no database")
+        assert agent.pids() == pids
 
 
 async def test_a_reload_is_repeated_after_a_failure(tmp_path: Path) -> None:
