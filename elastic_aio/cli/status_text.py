@@ -145,11 +145,13 @@ def head_lines(status: JobStatus, now: float, phase: str | None = None) -> list[
     `phase` stands in place of the phase and its duration; the end of a job has no duration.
     """
     if phase is None:
-        lasts = "" if status.has_ended else f" for {format_duration(now - status.since)}"
-        phase = status.phase + lasts
+        lasts = status.since and not status.has_ended
+        phase = status.phase + (f" for {format_duration(now - status.since)}" if lasts else "")
     why = f": {one_line(status.reason)}" if status.reason else ""
     count = len(status.descendants)
     used = f"{status.restarts - status.returned} of {restarts_text(status.max_restarts)} used"
+    if status.child and status.started_at is None:  # it waits for another child
+        return [f"run {one_line(status.run_id)}: {status.child}", f"phase     {phase}{why}"]
     lines = [
         f"run {one_line(status.run_id)}: {one_line(status.entrypoint)}"
         f" on {one_line(status.node)} (pid {status.agent_pid})",

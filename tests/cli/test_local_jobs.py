@@ -251,6 +251,11 @@ def test_restarts_that_were_returned_are_not_used() -> None:
     )
 
 
+def test_a_child_that_waits_for_another_has_a_phase_and_no_times() -> None:
+    status = JobStatus(run_id="x", child="web", phase="waiting", reason="held")
+    assert head_lines(status, 1e9) == ["run x: web", "phase     waiting: held"]
+
+
 def test_the_failure_of_a_job_that_has_succeeded_is_the_last() -> None:
     tracker = StatusTracker()
     root = Failure(1, 1, 5, "box", ExitStatus(code=1), 0.0, 0)
