@@ -106,7 +106,7 @@ _EFFECT_SIGNS: Final = (b"Connection", b"Pipe", b"EOFError", b"Incomplete", b"Ti
 # logfmt or JSON.  Times, names and brackets stand before it.
 _LEVELS: Final = "TRACE|DEBUG|INFO|NOTICE|WARN|WARNING|ERROR|CRITICAL|FATAL|SEVERE|PANIC"
 _LEVEL: Final = (
-    r"(?:[\d\[<(](?:\S*\s+){0,5}?|(?:\S*[^\sA-Za-z]\S*\s+){0,4}?)(?:\S*?[|:\[(<])?"
+    r"(?:[\d\[<(](?:\S*+\s++){0,5}?|(?:(?=\S*[^\sA-Za-z])\S++\s++){0,4}?)(?:\S*?[|:\[(<])?"
     rf"(?:({_LEVELS})(?=[\s\]):|>\"',/\[-]|$)|((?i:{_LEVELS}))(?=[:\]]))"
     r"|(?:\[rank\d+\]:)?\s*\[?([TDIWEFC])\d{4} \d\d:|\[([TDIWEFC])[ \]]|[\d:. -]+: ([TDIWEFC]) "
     rf"|.*\blevel(?:name)?\"?[=:]\s*\"?((?i:{_LEVELS}))\b"
@@ -204,7 +204,7 @@ def _is_last(lines: Sequence[str], index: int, code: int | None, signal: int | N
     is_killed = number is not None and 0 < number <= _SIGNALS and number not in _CRASHES
     if not _has_more(lines, index):
         return not (is_killed and _is_handled(lines, index))
-    last = _last_text(_without_logs(lines[index + 1 :]))
+    last = _last_text(_without_logs(lines[index + 1 :]))[-REASON_MAX:]
     if is_killed or number in _CRASHES:
         return not is_killed and not re.match(_ERROR_LINE, last)
     is_chosen = code is not None and 1 < code < _SIGNALED
@@ -427,8 +427,9 @@ def _read_end(lines: Sequence[str], index: int) -> str:
         return line
     if " panicked at " in line and (match := re.search(r"panicked at \S+:\d+:\d+:$", line)):
         return f"{match[0]} {_first_text(below)}"
-    if match := re.match(r'(.*?)  File ".*", line \d+$', line):
-        return _read_syntax_error(lines, index, match[1])
+    head, is_frame, rest = line.partition('  File "')
+    if is_frame and re.match(r'.*", line \d+$', rest):
+        return _read_syntax_error(lines, index, head)
     return ""
 
 

@@ -416,6 +416,23 @@ def test_a_connection_that_was_lost_before_other_lines_is_no_reason() -> None:
     assert has_sign_of_lost_peer(b"text\nncclRemoteError\n\x1b[0m\n \n")
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[" + " \t" * 100 + "]",
+        "[rank1]:" + " " * 100 + "^^^^",
+        "<" + "a " * 100,
+        "1 " * 100,
+        *(text * (60_000 // len(text)) for text in ('  File "x", line 3', "*** [", "code 1 ")),
+    ],
+)
+def test_no_line_takes_more_than_an_instant(line: str) -> None:
+    """Where a pattern tried each division of a line, it took minutes to hours."""
+    traceback = ["Traceback (most recent call last):", '  File "x", line 1', "ValueError: x"]
+    for code, signal in ((1, None), (3, None), (None, 6)):
+        assert len(reason_of("", [*traceback, line], code=code, signal=signal)) <= REASON_MAX
+
+
 @pytest.mark.parametrize("header", ["  + Exception Group Traceback", "| Traceback", "Traceback"])
 def test_few_of_many_headers_are_read(header: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each may lead through all lines, and reasons are read on the event loop."""
