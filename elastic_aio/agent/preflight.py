@@ -307,13 +307,11 @@ def startup_env(
     spec: LaunchSpec, env: Mapping[str, str], *, is_watched: bool = True
 ) -> dict[str, str]:
     """Return the variables with which a Python script runs `worker/startup` first."""
-    # Empty if the workers are no scripts or modules, or the interpreter would not find the hook.
+    # Empty: no scripts or modules, an interpreter that would not find the hook, a replaced package.
     former = env.get("PYTHONPATH")
     is_script = isinstance(spec.entrypoint, Script | Module) and spec.start_method == "spawn"
-    if not is_script or former == "" or os.pathsep in _STARTUP:
+    if not is_script or former == "" or os.pathsep in _STARTUP or _version_of_startup() != _VERSION:
         return {}
-    if _version_of_startup() != _VERSION:
-        return {}  # the package was replaced
     path = _STARTUP if former is None else f"{_STARTUP}{os.pathsep}{former}"
     return {"PYTHONPATH": path, **({"ELASTIC_AIO_STARTUP": "1"} if is_watched else {})}
 

@@ -32,6 +32,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import signal
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -71,6 +72,7 @@ from elastic_aio.spec.stop import StopPlan
 from elastic_aio.text import error_reason
 from elastic_aio.worker.context import (
     ERROR_FILE,
+    NOTICE_SIGNAL,
     NOTIFY_FD,
     NOTIFY_SOCKET,
     PENDING_CHANGE,
@@ -419,15 +421,16 @@ class LocalRuntime:
     def _make_common_env(self, nproc: int) -> _CommonEnv:
         """Return the variables that all workers of an attempt have; `nproc` is their number."""
         task = task_of({**os.environ, **self.spec.env})
-        own = {self.tree.marker: marker_value(), TASK: task}
-        if self.change_file:
-            own[PENDING_CHANGE] = self.change_file
-        if self.liveness.timer_file:
-            own[TIMER_FILE] = self.liveness.timer_file
-        if self.liveness.address:
-            own[NOTIFY_SOCKET] = self.liveness.address
-        if (seconds := self.spec.liveness.heartbeat_timeout) is not None:
-            own[WATCHDOG_USEC] = str(int(seconds * 1e6))
+        seconds, notice = self.spec.liveness.heartbeat_timeout, self.spec.preemption.signal
+        channels = {
+            PENDING_CHANGE: self.change_file,
+            TIMER_FILE: self.liveness.timer_file,
+            NOTIFY_SOCKET: self.liveness.address,
+            WATCHDOG_USEC: "" if seconds is None else str(int(seconds * 1e6)),
+            NOTICE_SIGNAL: str(notice) if notice in (signal.SIGUSR1, signal.SIGUSR2) else "",
+        }
+        own = {name: value for name, value in channels.items() if value}
+        own |= {self.tree.marker: marker_value(), TASK: task}
         return worker_env(self.spec, nproc, own), own
 
     async def spawn(

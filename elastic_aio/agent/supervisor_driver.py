@@ -57,6 +57,7 @@ from elastic_aio.spec import group
 from elastic_aio.spec.job import LaunchSpec
 from elastic_aio.spec.limits import LimitSpec
 from elastic_aio.spec.logs import LogSpec
+from elastic_aio.spec.stop import PreemptionSpec
 from elastic_aio.stacks import StackDump
 from elastic_aio.status import JobStatus, StatusTracker, is_below
 
@@ -102,7 +103,7 @@ class TreeParts:
         self.make_rendezvous = make_rendezvous
         self.makes_files = False
         """Whether leaves make the files of captured streams at once."""
-        self._logs = spec.logs
+        self._logs, self._notice = spec.logs, spec.preemption
         self._spawner = spawner
         self._console = console
         self._adopts_orphans = adopt_orphans
@@ -159,9 +160,11 @@ class TreeParts:
     def make_runtime(
         self, spec: LaunchSpec, nproc: int, log: EventWriter, place: LeafPlace, run_id: str
     ) -> LocalRuntime:
-        """Return the runtime of a leaf, with the logs of the job if it has none of its own."""
+        """Return the runtime of a leaf, with the logs and the notice of the job if it has none."""
+        logs = self._logs if spec.logs == LogSpec() else spec.logs
+        notice = self._notice if spec.preemption == PreemptionSpec() else spec.preemption
         runtime = LocalRuntime(
-            spec.replace(logs=self._logs) if spec.logs == LogSpec() else spec,
+            spec.replace(logs=logs, preemption=notice),
             run_id=run_id,
             host=self.host,
             nproc=nproc,

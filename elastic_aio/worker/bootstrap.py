@@ -338,6 +338,7 @@ def perform(
     _performer = os.getpid()
     enable_faulthandler()
     interpreter.offer_stacks()
+    interpreter.survive_notice()
     is_called = False
     try:
         function, args = prepare()

@@ -24,7 +24,9 @@ RUN_ID = "TORCHELASTIC_RUN_ID"
 TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
 TASK = "ELASTIC_AIO_TASK"
 """Marks a worker: the scheduler's task that its launcher runs in, as `task_of` returns it."""
+NOTICE_SIGNAL = "ELASTIC_AIO_NOTICE_SIGNAL"  # of a preemption: it ends no Python worker
 _CHANNELS = {NOTIFY_FD, NOTIFY_SOCKET, WATCHDOG_USEC, REAL_LOCAL_RANK, TIMER_FILE, PENDING_CHANGE}
+_CHANNELS |= {NOTICE_SIGNAL}
 SCHEDULERS = ("SLURM_", "OMPI_", "PMI_", "JOB_COMPLETION")
 """How the variables of schedulers begin that are read."""
 # Variables that differ in another task: a job or a step that a worker has submitted, for example.

@@ -1,6 +1,6 @@
 """The end of a worker's interpreter: the error that ended its program, and the steps before exit.
 
-And one thing of its start: the stacks of its threads, which the launcher may want to read.
+And of its start: the stacks of its threads, for the launcher, and the signal that ends no worker.
 
 A worker that did not start as `python script.py` ends by `os._exit`, after the steps of an
 interpreter's finalization that a program can notice.  The finalization itself would end each
@@ -69,6 +69,21 @@ def offer_stacks() -> None:
         faulthandler.register(STACKS_SIGNAL, _stacks_file(), all_threads=True)
     except (OSError, ValueError, AttributeError, RuntimeError):
         pass  # another implementation of Python, or no descriptor is left
+
+
+def survive_notice() -> None:
+    """Let the signal of a notice, which may go to all processes of the job, not end this one.
+
+    faulthandler's handler restarts system calls, and a program that is executed has the default
+    action again.  `signal.getsignal` does not see it: a library that looks installs its own.
+    """
+    if number := os.environ.pop("ELASTIC_AIO_NOTICE_SIGNAL", ""):
+        import faulthandler
+
+        try:  # no descriptor has this number: nothing is written
+            faulthandler.register(int(number), 2**31 - 1, all_threads=False)
+        except (OSError, ValueError, AttributeError, RuntimeError):
+            pass  # another implementation of Python
 
 
 def _stacks_file() -> int:

@@ -28,6 +28,7 @@ def run_script(path: str, *args: str) -> None:
 def run_as_interpreter(arguments: list[str]) -> int:
     """Run a script, or `-m` and a module, as the interpreter does; return the exit code."""
     interpreter.offer_stacks()
+    interpreter.survive_notice()
     try:
         _run(arguments)
         return 0

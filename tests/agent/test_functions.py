@@ -30,6 +30,7 @@ from elastic_aio import (
     LaunchResult,
     LaunchSpec,
     LogSpec,
+    PreemptionSpec,
     SpecError,
     WorkerStarted,
     launch,
@@ -729,3 +730,13 @@ async def test_a_bare_function_by_name() -> None:
     ):
         result = await launch(LaunchSpec(call, args=args))
         assert result.return_values[0] == value
+
+
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2"])
+async def test_the_signal_of_a_notice_ends_no_function(method: Any, name: str) -> None:
+    """It may go to all processes of the job; without a notice by it, it ends the worker."""
+    number = signal.Signals[name]
+    spec = spec_of(functions.give_after, method, number, 5)
+    result = await launch(spec.replace(preemption=PreemptionSpec(signal=name)))
+    assert result.return_values == {0: 5}
+    assert (await failed(spec)).result.exit_code == 128 + number

@@ -28,6 +28,7 @@ from elastic_aio import (
     LaunchSpec,
     LivenessSpec,
     LogSpec,
+    PreemptionSpec,
     SpecError,
     StopPlan,
     launch,
@@ -729,6 +730,30 @@ async def test_a_preemption_gives_notice_to_all_leaves(tmp_path: Path) -> None:
         with pytest.raises(JobPreempted):
             await agent.wait()
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
+
+
+async def test_the_notice_of_the_group_counts_for_its_leaves(tmp_path: Path) -> None:
+    """Its signal ends no Python worker, and is sent to those that handle it."""
+    script = tmp_path / "child.py"
+    script.write_text(
+        "import os, signal, sys, time\n"
+        "path = sys.argv[1]\n"
+        "signal.signal(signal.SIGUSR2, lambda *_: (open(path, 'w').write('noted'), sys.exit()))\n"
+        "open(path + '.ready', 'w').close()\n"
+        "time.sleep(99)\n"
+    )
+    spec = GroupSpec(
+        {name: LaunchSpec(script, args=[str(tmp_path / name)]) for name in "ab"},
+        preemption=PreemptionSpec(signal="USR1", forward="USR2"),
+    )
+    async with Agent(spec) as agent:
+        await until(lambda: len([*tmp_path.glob("*.ready")]) == 2)
+        for name in "ab":
+            os.kill(agent.pids(name)[0], signal.SIGUSR1)
+        assert agent.preempt(seconds=60)
+        with pytest.raises(JobPreempted):
+            await agent.wait()
+    assert [(tmp_path / name).read_text() for name in "ab"] == ["noted", "noted"]
 
 
 # --------------------------------------------------------------------------- every end

@@ -106,6 +106,94 @@ def test_the_signal_to_all_processes_is_no_failure(
         assert "failed" not in launcher.err
 
 
+SEES = """
+import os, signal, subprocess, sys, time
+from elastic_aio.worker import pending_change
+rank, names = os.environ["RANK"], ("SIGUSR1", "SIGUSR2")
+def is_caught(pid, number):
+    (line,) = [one for one in open(f"/proc/{pid}/status") if one.startswith("SigCgt")]
+    return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+helper = subprocess.Popen(["sleep", "99"])
+own = [name for name in names if is_caught("self", signal.Signals[name])]
+inherited = [name for name in names if is_caught(helper.pid, signal.Signals[name])]
+actions = {signal.getsignal(signal.Signals[name]) for name in names}
+helper.kill(), helper.wait()
+if not (forked := os.fork()):
+    time.sleep(99)
+if sys.argv[1:] == ["handles"]:
+    signal.signal(signal.SIGUSR1, lambda *_: print(f"rank {rank} handles", flush=True))
+print(f"rank {rank}: {own} {inherited} {actions}", "ELASTIC_AIO_NOTICE_SIGNAL" in os.environ)
+print(f"rank {rank} begins", flush=True)
+while (change := pending_change()) is None:
+    time.sleep(0.003)
+time.sleep(0.3)  # saves
+os.kill(forked, signal.SIGKILL)
+ended = os.WTERMSIG(os.waitpid(forked, 0)[1])
+print(f"rank {rank}: {change.reason}, forked process ended by {ended}", flush=True)
+"""
+
+
+def signal_all(launcher: Running, number: int) -> None:
+    """Send a signal to all processes of the launcher's session and below, as linuxproc does."""
+    for pid in [*leaked_processes()]:
+        if pid != launcher.pid:
+            os.kill(pid, number)
+    launcher.send(number)
+
+
+@pytest.mark.parametrize("start", [[], ["--preload=json"], ["-m"]], ids=str)
+@pytest.mark.parametrize("name", ["USR1", "SIGUSR2"])
+def test_the_notice_to_all_processes_ends_no_python_worker(
+    name: str, start: list[str], tmp_path: Path
+) -> None:
+    """Nor what a worker has forked; what a worker executes has the default action."""
+    (tmp_path / "sees.py").write_text(SEES)
+    words = [*start, "sees"] if start == ["-m"] else [*start, "sees.py"]
+    options = "--nproc-per-node=2", f"--preempt-signal={name}", "--max-restarts=3"
+    with running_cli(*options, *words, cwd=tmp_path) as launcher:
+        until_sync(lambda: launcher.out.count("begins") == 2)
+        number = signal.Signals[f"SIG{name.removeprefix('SIG')}"]
+        signal_all(launcher, number)
+        ended = launcher.ended()
+    assert ended.code == 85, ended.err
+    for rank in range(2):
+        seen = f"rank {rank}: ['{number.name}'] [] {{<Handlers.SIG_DFL: 0>}} False\n"
+        assert seen in ended.out
+        assert f"rank {rank}: preemption, forked process ended by 9\n" in ended.out
+
+
+def test_a_worker_with_a_handler_gets_the_notice_to_all_processes(tmp_path: Path) -> None:
+    """Libraries set theirs where `signal.getsignal` shows none."""
+    (tmp_path / "sees.py").write_text(SEES)
+    with running_cli("--preempt-signal=USR1", tmp_path / "sees.py", "handles") as launcher:
+        until_sync(lambda: "begins" in launcher.out)
+        signal_all(launcher, signal.SIGUSR1)
+        ended = launcher.ended()
+    assert ended.code == 85, ended.err
+    assert "rank 0 handles\n" in ended.out
+
+
+@pytest.mark.parametrize("options", [[], ["--preempt-signal=TERM"], ["--preempt-forward=USR1"]])
+def test_a_worker_of_another_job_has_the_default_action(options: list[str], tmp_path: Path) -> None:
+    (tmp_path / "sees.py").write_text(SEES)
+    with running_cli(*options, tmp_path / "sees.py") as launcher:
+        until_sync(lambda: "begins" in launcher.out)
+        assert "rank 0: [] [] {<Handlers.SIG_DFL: 0>} False\n" in launcher.out
+        launcher.send(signal.SIGTERM)
+        launcher.wait()
+
+
+def test_a_job_inside_of_a_worker_has_the_default_action(tmp_path: Path) -> None:
+    """Also below a command, which does not remove the variable."""
+    (tmp_path / "sees.py").write_text(SEES)
+    inner = [*CLI, "run", tmp_path / "sees.py"]
+    with running_cli("--preempt-signal=USR1", "--no-python", *inner) as launcher:
+        until_sync(lambda: "begins" in launcher.out)
+        assert "rank 0: [] [] {<Handlers.SIG_DFL: 0>} False\n" in launcher.out
+        launcher.send(signal.SIGTERM)
+        launcher.wait()
+
+
 def test_sigterm_is_a_notice_first_and_then_a_stop(tmp_path: Path) -> None:
     """Kubernetes sends one; the second one begins the stop plan, the third one kills."""
     options = "--preempt-signal=TERM", "--shutdown-timeout=60"
@@ -215,7 +303,7 @@ def check_undisturbed(*nodes: AgentProcess) -> None:
         assert not node.events_of(AttemptFailed)
 
 
-async def check_preempted(*nodes: AgentProcess) -> None:
+async def check_preempted(*nodes: AgentProcess, why: str = "SIGUSR1") -> None:
     """Wait for the end of these nodes; check that it is the same everywhere."""
     for node in nodes:
         ended = await node.ended()
@@ -223,7 +311,7 @@ async def check_preempted(*nodes: AgentProcess) -> None:
         assert "FAILED" not in ended.err
         (finished,) = node.events_of(JobFinished)
         assert (finished.state, finished.exit_code) == (JobState.PREEMPTED, 85)
-        assert "SIGUSR1 was received" in finished.why
+        assert f"{why} was received" in finished.why
 
 
 @contextmanager
@@ -314,18 +402,18 @@ async def test_the_earliest_deadline_counts_on_all_nodes(tmp_path: Path) -> None
 @pytest.mark.parametrize("restarts", [0, 3])
 async def test_the_signal_to_all_processes_of_all_nodes(restarts: int, tmp_path: Path) -> None:
     """It ends the workers of each node before it reaches the launcher."""
-    options = {"max_restarts": restarts, "preempt_signal": "USR1"}
+    options = {"max_restarts": restarts, "preempt_signal": "TERM"}
     async with Cluster(tmp_path, 2, **options) as cluster:  # type: ignore[arg-type]  # of any kind
         nodes = await cluster.start_all(2)
         for node in nodes:
             node.send(signal.SIGSTOP)
         for worker in await cluster.workers(*nodes):
-            os.kill(worker.pid, signal.SIGUSR1)
+            os.kill(worker.pid, signal.SIGTERM)
         for node in nodes:
-            node.send(signal.SIGUSR1)
+            node.send(signal.SIGTERM)
         for node in nodes:
             node.send(signal.SIGCONT)
-        await check_preempted(*nodes)
+        await check_preempted(*nodes, why="SIGTERM")
         for node in nodes:
             assert not node.events_of(AttemptFailed)
             assert len(node.events_of(RoundFormed)) == 1

@@ -1,4 +1,4 @@
-"""Lets a script write whole lines, and by itself record what ends it and offer its stacks.
+"""Lets a script write whole lines, survive a notice, record what ends it and offer its stacks.
 
 A script or module starts with this directory in front of PYTHONPATH, so that `site` imports this
 module first.  The module undoes that: the script and the processes that it starts find everything
@@ -72,10 +72,12 @@ def _start() -> None:
             import atexit
 
             atexit.register(_record, error_file, os.getpid())
-        if is_watched:
+        if is_watched or "ELASTIC_AIO_NOTICE_SIGNAL" in os.environ:
             import interpreter  # type: ignore[import-not-found]  # likewise
 
-            interpreter.offer_stacks()
+            interpreter.survive_notice()
+            if is_watched:
+                interpreter.offer_stacks()
     except Exception:  # noqa: BLE001  # another version of Python
         pass  # nothing is buffered; the launcher sees what the kernel shows
     finally:
