@@ -113,8 +113,7 @@ async def supervise_agent(
     """
     async with agent:
 
-        def on_stop(number: int) -> None:
-            # This signal is handled.
+        def on_stop(number: int) -> None:  # this signal is handled
             received.discard(chosen.forward | chosen.stop | agent.spec.preemption.signals)
 
         handling = handle_signals(agent, chosen, received, on_stop, on_hup)
@@ -135,6 +134,7 @@ async def handle_signals(
 ) -> None:
     """Suspend, forward, stop or kill as a signal requires; `on_stop` gets the first that stops."""
     driver, notices, is_stopped = driver_of(agent), agent.spec.preemption.signals, False
+    harmless = {*notices}  # a first one stops nothing: another node may have given the notice
 
     def handle(number: int) -> None:
         nonlocal is_stopped
@@ -142,9 +142,9 @@ async def handle_signals(
         if number == signal.SIGHUP and on_hup is not None:
             on_hup(agent)
         elif number in notices and (
-            (not is_stopped and agent.preempt(reason=reason)) or number not in chosen.stop
+            (not is_stopped and agent.preempt(reason=reason)) or number in harmless
         ):
-            pass  # the workers have the notice, or have had it
+            harmless.difference_update(chosen.stop)
         elif number in chosen.forward:
             driver.forward(number, is_for_all=chosen.unhandled == "kill")
         elif number == signal.SIGKILL:

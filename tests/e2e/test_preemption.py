@@ -213,6 +213,23 @@ def test_sigterm_is_a_notice_first_and_then_a_stop(tmp_path: Path) -> None:
     assert none_alive(pids)()
 
 
+def test_sigterm_is_no_stop_after_a_notice_of_another_origin(tmp_path: Path) -> None:
+    """Of another node, which the scheduler has signalled first, or of a command."""
+    options = "--preempt-signal=TERM", "--shutdown-timeout=60"
+    with noted_job(tmp_path, 2, SIGNAL_LOGGER, *options) as (launcher, pids):
+        log = tmp_path / "log"
+        assert run_program([*CLI, "preempt", str(launcher.pid), "--deadline=50"]).code == 0
+        launcher.send(signal.SIGTERM)
+        launcher.repeat(signal.SIGUSR2, 1)
+        until_sync(lambda: len(log.read_text().split()) == 2)
+        assert log.read_text().split() == ["SIGUSR2"] * 2
+        launcher.send(signal.SIGTERM)
+        until_sync(lambda: log.read_text().split().count("SIGTERM") == 2)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        assert launcher.wait() == 85
+
+
 def test_a_second_signal_of_the_notice_has_no_effect(tmp_path: Path) -> None:
     """A signal that workers get without it is not sent to them either; a stop signal stops."""
     with noted_job(tmp_path, 2, SIGNAL_LOGGER, "--preempt-signal=USR1") as (launcher, pids):
