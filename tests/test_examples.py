@@ -193,6 +193,37 @@ def test_the_batch_script_gives_time_to_save() -> None:
     assert "[[ $code == 85 ]]" in script
 
 
+@pytest.mark.parametrize(
+    ("code", "preempted_at", "restarts", "is_requeued"),
+    [
+        (0, "None", 0, False),
+        (0, "2026-11-29T18:06:19", 0, False),  # the program has ended in time
+        (1, "None", 0, False),
+        (85, "None", 9, True),
+        (85, "2026-11-29T18:06:19", 0, True),
+        (143, "2026-11-29T18:06:19", 9, True),
+        (1, "2026-11-29T18:06:19", 0, True),  # a rank has lost another one
+        (143, "None", 0, False),  # scancel --signal=TERM
+        (69, "None", 4, True),
+        (69, "None", 5, False),
+    ],
+)
+def test_the_batch_script_requeues_once_what_slurm_does_not(
+    code: int, preempted_at: str, restarts: int, is_requeued: bool, tmp_path: Path
+) -> None:
+    log, tools = tmp_path / "log", {"srun": f"exit {code}"}
+    state = f"JobId=7\n   PreemptEligibleTime=2026-11-29T18:05:18 PreemptTime={preempted_at}"
+    tools["scontrol"] = f'[ $1 = show ] && echo "{state}" || echo "$*" >> "{log}"'
+    for name, script in tools.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    env["SLURM_RESTART_COUNT"] = str(restarts)
+    ended = subprocess.run(["bash", EXAMPLES / "slurm.sbatch"], env=env, check=False)
+    assert ended.returncode == code
+    assert (log.read_text() if log.exists() else "") == "requeue 7\n" * is_requeued
+
+
 JOB_SET = {"replicatedJobs", "failurePolicy", "successPolicy", "network", "suspend"}
 FAILURE_POLICY = {"maxRestarts", "restartStrategy", "rules"}
 RULE = {"name", "action", "onJobFailureReasons", "targetReplicatedJobs"}

@@ -42,7 +42,8 @@ NAMES_OF_OTHERS = {
     *("AsyncExitStack", "CalledProcessError", "DistNetworkError", "LightningCLI", "PrefixStore"),
     *("DistributedDataParallel", "DistributedSampler"),
     *("CrashLoopBackOff", "OnFailure"),  # Kubernetes
-    *("KillWait", "TimeoutStartSec", "TimeoutStopSec", "WatchdogSec"),  # Slurm, systemd
+    *("GraceTime", "KillWait", "PreemptTime"),  # Slurm
+    *("TimeoutStartSec", "TimeoutStopSec", "WatchdogSec"),  # systemd
 }
 
 all_pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
