@@ -33,7 +33,12 @@ OF_OTHERS = {
     *("--cpu", "--nproc"),  # accelerate, nproc(1)
     *("--enable-grpc-gateway", "--prefix"),  # etcd
     *("--device", "--epochs", "--nope"),  # programs of workers
-    *("--export", "--foreground", "--only"),  # Slurm, timeout(1), `python -m benchmarks`
+    *(
+        "--export",
+        "--foreground",
+        "--no-kill",
+        "--only",
+    ),  # Slurm, timeout(1), `python -m benchmarks`
     *("--scope", "--user"),  # systemd-run, systemctl
     "--timeout-graceful-shutdown",  # uvicorn
 }
@@ -42,7 +47,7 @@ NAMES_OF_OTHERS = {
     *("AsyncExitStack", "CalledProcessError", "DistNetworkError", "LightningCLI", "PrefixStore"),
     *("DistributedDataParallel", "DistributedSampler"),
     *("CrashLoopBackOff", "OnFailure"),  # Kubernetes
-    *("GraceTime", "KillWait", "PreemptTime"),  # Slurm
+    *("GraceTime", "KillWait", "PreemptTime", "SlurmdTimeout"),  # Slurm
     *("TimeoutStartSec", "TimeoutStopSec", "WatchdogSec"),  # systemd
 }
 
