@@ -785,18 +785,23 @@ class SingleNodeMachine(AgentMachine):
 
     def _on_group_stopped(self, stopped: GroupStopped) -> list[Effect]:
         if self._has_notice:
-            return self._finish_stopped()
+            own = tuple(one for one in self._failures if one.reason and not one.is_victim)
+            return [*self._report_failures(own), *self._finish_stopped()]
         if not stopped.failures:
             return self._finish_without_failure(has_survivors=stopped.has_survivors)
         if self._is_effect:
             return self._finish_stopped()
         self._budget.leave_out(self.stop_time)
-        root = self._failures[0]
-        failed = AttemptFailed(attempt=self.attempt, root=root, failures=self._failures)
+        failed = self._report_failures(self._failures)
         if stopped.has_survivors:
             # It holds what the next attempt would need: memory, devices, ports.
-            return [Publish(failed), *self._give_up_for_good(CANNOT_KILL)]
-        return [Publish(failed), *self._after_failure(root)]
+            return [*failed, *self._give_up_for_good(CANNOT_KILL)]
+        return [*failed, *self._after_failure(self._failures[0])]
+
+    def _report_failures(self, failures: tuple[Failure, ...]) -> list[Effect]:
+        if not failures:
+            return []
+        return [Publish(AttemptFailed(attempt=self.attempt, root=failures[0], failures=failures))]
 
     def _finish_without_failure(self, *, has_survivors: bool) -> list[Effect]:
         if self._all_succeeded:

@@ -57,6 +57,8 @@ while True:
         say(f"{change.reason} {change.number}")
         if does == "agrees":
             assert agree_to_change()
+        elif does == "raises":
+            raise OSError(28, "No space left on device", "checkpoint")
         elif does != "waits":
             sys.exit(int(does))
     if os.path.exists(f"{notes}/exit"):
@@ -127,6 +129,16 @@ async def test_workers_that_end_are_not_restarted(does: str, tmp_path: Path) -> 
     assert not job.events_of(AttemptFailed, StopRequested)
     codes = [one.status.code for one in job.events_of(WorkerExited)]
     assert sorted(codes) == sorted(map(int, (does.split(",") * 2)[:2]))
+
+
+async def test_a_save_that_fails_after_a_notice_is_reported(tmp_path: Path) -> None:
+    """A code alone says nothing: programs end with one of their own after they have saved."""
+    async with running(tmp_path, "7,raises") as job:
+        assert job.agent.preempt(seconds=60)
+        await job.preempted()
+    (failed,) = job.events_of(AttemptFailed)
+    assert [one.rank for one in failed.failures] == [1]
+    assert failed.root.reason.startswith("OSError: [Errno 28] No space left on device")
 
 
 async def test_a_worker_that_fails_leaves_the_others_alone(tmp_path: Path) -> None:
