@@ -136,7 +136,7 @@ class WorkerStarted(Event, frozen=True, kw_only=True):
     stdout_path: str | None = None
     """File with its stdout; None if the stream is in no file."""
     stderr_path: str | None = None
-    """File with its stderr, likewise; a captured one is removed unless the job fails."""
+    """File with its stderr, likewise; a captured one is removed unless the attempt or job fails."""
 
     _level = Level.INFO
 

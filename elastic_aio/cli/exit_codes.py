@@ -82,7 +82,7 @@ EXIT_CODES: Final = (
     ),
     ExitCode(
         2,
-        "an option, a variable or a setting is invalid; nothing was started",
+        "an option, a variable or a setting is invalid; no worker with it was started",
         "command-line aio-elastic-help",
     ),
     ExitCode(2, "the token file cannot be read, is empty, or is too short", "security what-to-set"),

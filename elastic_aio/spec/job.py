@@ -349,7 +349,8 @@ class LaunchSpec(SpecValue, prefix=""):
     )
     """What says that a worker is ready: a probe, its text, or a table such as
     `{"http": "http://...", "period": 0.5}`.  The job is ready when all of its workers are; with
-    None, when they run.  They have `liveness.ready_timeout` for that."""
+    None, when they run.  They have `liveness.ready_timeout` for that; without one they, and
+    children after them, may wait without an end."""
     alive: Converted[PolledProbe | None, PolledProbe | str | Mapping[str, Any] | None] = field(
         default=None,
         check=_alive,

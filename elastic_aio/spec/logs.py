@@ -260,7 +260,7 @@ class LogSpec(SpecValue, prefix="logs."):
     )
     """Whether stderr that would go to a pipe or a file is captured, to say why a worker failed.  It
     passes through this process, unchanged, and through a file in the run's directory, which is
-    removed unless the job fails.  A terminal is never captured."""
+    removed unless its attempt or the job fails.  A terminal is never captured."""
     max_bytes: int | None = field(
         default=None,
         check=_max_bytes,
