@@ -457,12 +457,14 @@ class Agent:
                 is_failed = any(is_below(event.child, one) for one in changed or ())
             if event.seq >= begun and is_failed:
                 return False
-            if isinstance(event, ReloadFinished) and event.child == child and changed is None:
+            # Independent workers that run by the spec already are not started again.
+            done = event.child if isinstance(event, ReloadFinished) else None
+            if changed is None and done == child:
                 return True
             if is_end_of(event, child, or_start_above=True):
                 return False
             if changed is not None:
-                changed = {path for path in changed if not is_end_of(event, path)}
+                changed = {one for one in changed - {done} if not is_end_of(event, one)}
                 found = [log.tracker.find(path) for path in changed]
                 if all(one and one.has_started_after(last) for one in found):
                     return True

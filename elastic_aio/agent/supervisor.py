@@ -1169,6 +1169,9 @@ class SupervisorMachine:
                 return
             self._fail_reload("another reload was requested")
             self._version += 1
+            for one in self._members if spec is not None else ():
+                if one.spec == child:  # it runs by this description
+                    one.version = self._version
             number = len(group_of(target).children)
             self._reload = _Reload(target, self._version, child, number)
             self.has_failed_reload = False

@@ -92,6 +92,28 @@ def order(events: Sequence[Event], kind: type[Event]) -> list[str]:
 # ------------------------------------------------------------------ independent workers
 
 
+async def test_a_reload_replaces_what_does_not_run_by_the_description(tmp_path: Path) -> None:
+    """Neither what a failed reload has replaced, nor, by the former description, what it kept."""
+    flag = tmp_path / "database"
+    broken = shell(f"[ $RANK = 0 ] || [ -e {flag} ] || exit 3; exec sleep 99")
+    former, changed = (GroupSpec({"a": workers(2, one)}) for one in (SLEEPER, broken))
+    async with make_agent(former) as agent, asyncio.timeout(DEADLINE_S):
+        await until_all_run(agent)
+        old = agent.pids("a")
+        assert not await agent.reload("", changed)
+        half = agent.pids("a")
+        assert (half[0] != old[0], half[1]) == (True, old[1])
+        assert await agent.reload("", former)
+        back = agent.pids("a")
+        assert (back[0] != half[0], back[1]) == (True, old[1])
+        assert not await agent.reload("", changed)
+        half = agent.pids("a")
+        flag.touch()
+        assert await agent.reload("", changed)
+        done = agent.pids("a")
+        assert (done[0], done[1] != old[1]) == (half[0], True)
+
+
 @pytest.mark.both_loops
 async def test_a_worker_that_dies_restarts_alone() -> None:
     """The others keep their processes; each worker knows its rank among all."""
