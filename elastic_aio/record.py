@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import socket
 import stat
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -31,7 +32,7 @@ from elastic_aio.logs.files import RunDirectory
 from elastic_aio.logs.log_file import open_log
 from elastic_aio.spec.logs import LogSpec
 from elastic_aio.status import JobStatus
-from elastic_aio.text import error_reason, shown_bytes
+from elastic_aio.text import error_reason, redacted, shown_bytes
 from elastic_aio.value import from_json, to_json
 from elastic_aio.worker.errorfile import replace_file
 
@@ -124,7 +125,6 @@ _SHOWN_BEFORE: Final = tuple(
         rf"(?<![\w.-])({_SECRET}=)[^,;&\s]+()",
         rf"(?<![\w.-])({_SECRET}[\"']?\s*:\s*[\"']?)[^,;&\s\"']+()",
         r"(\bauthorization\s*:\s*(?:\w+\s+)?)[^\s\"']+()",
-        r"(://[^/\s:@]*:)[^/\s@]+(@)",
     )
 )
 
@@ -139,7 +139,7 @@ def without_secrets(words: Iterable[str]) -> tuple[str, ...]:
         is_secret = re.fullmatch(f"-{_SECRET}", word, re.IGNORECASE) is not None
         for pattern in _SHOWN_BEFORE:
             word = pattern.sub(r"\1***\2", word)
-        shown.append(word)
+        shown.append(redacted(word))
     return tuple(shown)
 
 
@@ -175,7 +175,10 @@ def run_in(directory: str) -> JobRecord:
     """
     record = JobRecord.decode(_read_regular(f"{directory}/{RUN_FILE}"))
     lock = record.state_dir or directory
-    is_lost = record.ended_at is None and RunDirectory(lock).is_in_use() is False
+    is_used = RunDirectory(lock).is_in_use()
+    if is_used is None and record.node == socket.gethostname():  # a disk without locks
+        is_used = os.path.exists(f"/proc/{record.agent_pid}")
+    is_lost = record.ended_at is None and is_used is False
     return replace(_moved(record, directory), directory=directory, is_lost=is_lost)
 
 

@@ -373,4 +373,5 @@ def _command(pid: int) -> str:
             words = file.read().split(b"\0")
     except OSError:
         return "a process"
-    return one_line(os_text(b" ".join(words)), _COMMAND_LENGTH)
+    plain = takewhile(lambda word: word[:1] != b"-", words)  # an option may have a password
+    return one_line(os_text(b" ".join(plain)), _COMMAND_LENGTH)

@@ -96,7 +96,7 @@ def redacted(text: str) -> str:
         return f"{match[1]}***@{rest}" if at else match[0]
 
     # Nothing is read twice: a worker may write a megabyte without a space.
-    return re.sub(r'(//[^\s/:@"[]*+:)(?!\d+[/?#])([^\s"\\]*+)', hide, text)
+    return re.sub(r'(//[^\s/:"[]*+:)(?!\d+[/?#])([^\s"\\]*+)', hide, text)
 
 
 def one_line(text: str, limit: int | None = None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import socket
 import stat
 from pathlib import Path
 
@@ -254,6 +255,8 @@ def test_a_home_without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     files.close()
     (run,) = recorded_runs()
     assert (run.run_id, run.is_lost, run.events()) == (GOING.run_id, False, [STARTED])
+    files.write(replace(GOING, node=socket.gethostname(), agent_pid=1 << 30), [])
+    assert [run.is_lost for run in recorded_runs()] == [True]  # its launcher was killed
     assert files.problem == f"flock: invalid argument: {run.directory}"
 
 

@@ -25,11 +25,13 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize(("family", "host"), [("AF_INET", "127.0.0.1"), ("AF_INET6", "::1")])
-def test_the_owner_is_another_process(family: str, host: str) -> None:
-    """Its command line is made printable and truncated."""
+def test_the_owner_is_another_process(family: str, host: str, tmp_path: Path) -> None:
+    """Its command line is made printable, and truncated before the first option."""
     if family == "AF_INET6" and not Path("/proc/net/if_inet6").exists():
         pytest.skip("this host has no IPv6")
-    argv = [sys.executable, "-c", _LISTENER, family, host, "\x1b[2J" + "x" * 200]
+    script = tmp_path / ("\x1b[2J" + "x" * 200)
+    script.write_text(_LISTENER)
+    argv = [sys.executable, str(script), family, host, "--token", "secret"]
     with subprocess.Popen(
         argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -42,6 +44,7 @@ def test_the_owner_is_another_process(family: str, host: str) -> None:
     assert owner.endswith(f"(pid {process.pid})")
     assert owner.isprintable()
     assert len(owner) < 120
+    assert "secret" not in owner
 
 
 def test_a_port_without_listener() -> None:

@@ -62,6 +62,7 @@ def test_control_characters_cannot_leave_the_line() -> None:
         ("postgres://bob:a/b+c==@db/x", "postgres://bob:***@db/x"),
         ("socks5h://bob:pw@[::1]:1080", "socks5h://bob:***@[::1]:1080"),
         ("h:1,etcd://bob:pw@h:2,h:3", "h:1,etcd://bob:***@h:2,h:3"),
+        ("smtp://bob@corp.com:pw@host", "smtp://bob@corp.com:***@host"),
         (r"http://CORP\bob:pw@proxy:80", r"http://CORP\bob:***@proxy:80"),
         ("//a:" * 20_000 + "b@c", "//a:***@c"),
         ("//a:" * 200_000 + " @", "//a:" * 200_000 + " @"),  # for minutes, if read twice

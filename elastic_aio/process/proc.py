@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+from itertools import pairwise
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # `typing` alone would double the guardian's memory
@@ -333,8 +334,12 @@ def program_of(pid: int) -> tuple[int, int, int] | None:
 def name_of(pid: int) -> str:
     try:
         words = os.fsdecode(read(pid, "cmdline") or b"").split("\0")
-        # A word with blanks is code, as in `sh -c "sleep 9; upload"`.
-        plain = [word for word in words[1:] if word[:1] != "-" and len(word.split()) == 1]
+        # A word with blanks is code, as in `sh -c "sleep 9; upload"`; another may be a password.
+        plain = [
+            word
+            for option, word in pairwise(words)
+            if word[:1] != "-" and option[:2] != "--" and "@" not in word and len(word.split()) == 1
+        ]
         name = " ".join(word.rpartition("/")[2] for word in [words[0], *plain[:1]]).strip()
         name = name or os.fsdecode(read(pid, "comm") or b"?").strip()
     except OSError:

@@ -60,7 +60,10 @@ def spec_from_toml(text: str, directory: str = "") -> AnySpec:
         try:
             table = tomllib.loads(text)
         except ValueError as error:  # also for a number of very many digits
-            raise SpecError("the file", text, f"must be TOML: {error}") from None
+            # The value is left out, which may be a password.
+            place, lines = re.search(r"at line (\d+)", str(error)), text.splitlines() or [""]
+            name, equals, _ = lines[int(place[1]) - 1 if place else -1].partition("=")
+            raise SpecError("the file", name + equals, f"must be TOML: {error}") from None
         return _spec(table, "", directory)
     except RecursionError:
         problem = f"must have groups of at most {DEPTH_MAX} levels"
@@ -185,7 +188,8 @@ def _fields(
             if owner is LaunchSpec and key in spec_fields(GroupSpec):
                 other = "a group, which has [children.NAME]"
             hint = f"; did you mean {other}?" if other else did_you_mean(key, words)
-            raise SpecError(name, value, f"is no field{hint}")
+            shown = [*value] if value and isinstance(value, Mapping) else value  # no password
+            raise SpecError(name, shown, f"is no field{hint}")
         found[key] = _value(fields[key], key, value, name)
     return found
 
