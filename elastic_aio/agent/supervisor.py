@@ -84,7 +84,7 @@ A reload of workers or replicas
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum, IntEnum
 from typing import Any, Final
 
@@ -573,12 +573,12 @@ class SupervisorMachine:
         elif self._ends_run(None if is_own else self._children[request.name], request):
             problem = "cannot be started again: its run of several nodes ends for all of them"
             raise SpecError("child", request.name, problem)
-        elif isinstance(request, ChildRestartReceived):
-            self._check_order([self._children[request.name]] if not is_own else self._members)
+        elif isinstance(request, ChildRestartReceived) and not is_own:
+            self.check_order([request.name])
 
-    def _check_order(self, children: list[ChildState]) -> None:
+    def check_order(self, names: Iterable[str] | None = None) -> None:
         """Raise SpecError if one of these would wait for a child that was stopped by request."""
-        for child in children:
+        for child in self._members if names is None else [self._children[one] for one in names]:
             for name in () if child.is_kept else self._after[child.name]:
                 other = self._children.get(name)
                 if other is not None and other.is_kept:

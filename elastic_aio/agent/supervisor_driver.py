@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from random import random
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -513,6 +513,10 @@ class SupervisorDriver(BaseDriver):
     async def check_reload(self, name: str, spec: group.AnySpec | None) -> None:
         """Raise SpecError if what a reload of a child changes, or restarts, cannot be started."""
         changed = self.restarted_by(name, spec)
+        for one in self._supervisors if changed is not None else ():
+            own = {path.rpartition("/")[::2] for path in changed or ()}
+            known = one._machine.children
+            one._check_order([path for above, path in own if above == one._path and path in known])
         for below, leaf in group.leaves_of(spec or self.spec_of(name)).items():
             path = joined(joined(self._path, name), below)
             if changed is None or path in changed:
@@ -551,6 +555,19 @@ class SupervisorDriver(BaseDriver):
 
     def request_restart(self, reason: str) -> None:
         self.request(supervisor.ChildRestartReceived("", reason))
+
+    def check_restart(self) -> None:
+        """Raise SpecError too if a child would wait for another one that was stopped."""
+        for one in self._supervisors:
+            one._check_order()
+        super().check_restart()
+
+    def _check_order(self, names: Iterable[str] | None = None) -> None:
+        try:
+            self._machine.check_order(names)
+        except SpecError as error:
+            path = joined(self._path, str(error.value))
+            raise SpecError("child", path, error.problem) from None
 
     def kill(self, reason: str = "", stop: StopReceived = KILLED) -> None:
         for start in [*self._starts.values()]:

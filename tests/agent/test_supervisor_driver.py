@@ -92,6 +92,22 @@ def order(events: Sequence[Event], kind: type[Event]) -> list[str]:
 # ------------------------------------------------------------------ independent workers
 
 
+@pytest.mark.parametrize("path", ["", "g"])
+async def test_nothing_is_stopped_that_would_wait_for_a_stopped_child(path: str) -> None:
+    """Neither by a restart nor by a reload, at each level."""
+    below = GroupSpec({"a": leaf(), "b": leaf()}, after={"b": ["a"]})
+    async with make_agent(GroupSpec({"g": below, "other": leaf()})) as agent:
+        await until_all_run(agent)
+        pids = agent.pids("g/b")
+        await agent.stop(child="g/a")
+        new = GroupSpec({**below.children, "b": leaf(env={"NEW": "1"})}, after={"b": ["a"]})
+        spec = GroupSpec({"g": new, "other": leaf()}) if not path else new
+        for request in (agent.restart(child=path), agent.reload(path), agent.reload(path, spec)):
+            with pytest.raises(SpecError, match=r"is after 'a', which was stopped.*g/b"):
+                await request
+        assert agent.pids("g/b") == pids
+
+
 async def test_a_reload_replaces_what_does_not_run_by_the_description(tmp_path: Path) -> None:
     """Neither what a failed reload has replaced, nor, by the former description, what it kept."""
     flag = tmp_path / "database"
