@@ -194,7 +194,7 @@ def last_words(lines: Sequence[str], *, code: int | None) -> str:
     """Return the exception at the end of stderr, or the line that explains `code`; else empty."""
     found, index = _find_exception(lines)
     if found and not _has_more(lines, index):
-        return found
+        return "" if code is None and _is_handled(lines, index) else found
     return _last_text(_without_logs(lines)) if code is not None and 1 < code < _SIGNALED else ""
 
 

@@ -5,9 +5,10 @@ The order of evidence among the workers of an attempt, the culprit first::
     evidence                                                          the worker
     ----------------------------------------------------------------  ------------------------
     it exited, or hung, before the stop                               has failed
-    it had recorded an error before the stop                          has failed
-    its stderr ended with an exception before the stop, and the       has failed, if the first
-    first exit may be an effect of another's (see `reasons`)          exit was not earlier
+    it had recorded an error before the stop, as the interpreter of   has failed
+    a script does when nothing catches an exception
+    of another program: its stderr ended with an exception, in the    has failed, if the first
+    last seconds before a first exit that may be an effect of it      exit was not earlier
     torch says that it has lost a peer                                follows all these
     the stop has ended it, whatever it did then                       is a victim
 
@@ -52,9 +53,9 @@ _LINES_MAX = 16 * 1024
 _TAILS_MAX = 16
 # Characters by which the exception of an error file is found in that of a stderr.
 _SAME = 200
-# Seconds in which two workers have written their last words at the same time: a connection that the
-# first one closes may end the other before its own words are read.
-_SAME_S = 0.002
+# Seconds in which two workers have failed at the same time: a connection that the first one closes
+# may end the other before its own words are read, or its exit is noticed.
+_SAME_S = 0.1
 _EARLIER_S = 1e-6
 _BUS, _KILLED = 128 + 7, 128 + 9
 _DUMPING = {3, 4, 5, 6, 7, 8, 11, 24, 25, 31}  # signals that may leave a core file (signal(7))
@@ -85,6 +86,7 @@ class WorkerRecord(Struct):
     hung_at: float = 0.0
     is_lost_peer: bool = False  # as far as it is known at its exit
     may_be_effect: bool = False  # likewise: another's end may have ended it
+    notes_failure: bool = False  # its interpreter notes an exception in the error file at once
     had_error: bool = False  # an error file, when the stop began
     written: tuple[int, float] = (0, 0.0)  # then, or at its exit: bytes of its stderr, and when
     notes: tuple[str, ...] = ()  # of its failure
@@ -155,7 +157,7 @@ async def collect_failures(
     `results` has, by local rank, how functions ended.  The stop of the group began at `stopped_at`,
     in Unix seconds; `oom_before` was read when the attempt began.  The workers ran in `cwd`.
     """
-    found: list[tuple[WorkerRecord, Failure]] = []
+    found: list[tuple[WorkerRecord, Failure, float]] = []
     first = min(filter(has_failed, workers), key=lambda one: one.order, default=None)
     # The counters explain nothing else.
     may_be_oom = any(worker.status.shell_code == _KILLED for worker in workers)
@@ -182,23 +184,28 @@ async def collect_failures(
             time=_time_of(worker, error, stopped_at),
             order=worker.order,
             is_victim=is_victim,
-            error=error,
+            error=error if error and (error.message or error.traceback) else None,
             message=worker.hang or worker.expired_timer or problem,
             stderr_path=_existing(worker.logs.stderr.path),
             stderr_tail=_last_lines(lines),
             notes=noted if is_victim else (*noted, *_notes(worker, error, workers), *notes),
         )
-        found.append((worker, failure if is_victim else _with_reason(failure, lines, oom_kills)))
+        failure = failure if is_victim else _with_reason(failure, lines, oom_kills)
+        is_read = worker.written[0] and (error is None or not _is_exact(error))
+        found.append((worker, failure, worker.written[1] if is_read else failure.time))
     return _in_order(found)
 
 
-def _in_order(found: Sequence[tuple[WorkerRecord, Failure]]) -> tuple[Failure, ...]:
-    """Return failures, the root cause first; only the first ones keep the end of their stderr."""
-    own = [(worker, failure) for worker, failure in found if not failure.is_victim]
-    times = {failure.order: worker.written[1] for worker, failure in own if worker.written[0]}
-    ordered = _first_sign_first(root_cause_first(failure for _, failure in found), times)
+def _in_order(found: Sequence[tuple[WorkerRecord, Failure, float]]) -> tuple[Failure, ...]:
+    """Return failures with their first signs, the root cause first.
+
+    Only the first ones keep the end of their stderr.
+    """
+    own = [each for each in found if not each[1].is_victim]
+    times = {failure.order: sign for _, failure, sign in own}
+    ordered = _first_sign_first(root_cause_first(each[1] for each in found), times)
     late = {failure.order for failure in ordered[_TAILS_MAX:]}
-    for worker, failure in own:
+    for worker, failure, _ in own:
         if failure.order in late:
             worker.stderr_tail = ""
     return ordered
@@ -206,7 +213,8 @@ def _in_order(found: Sequence[tuple[WorkerRecord, Failure]]) -> tuple[Failure, .
 
 def _is_own(worker: WorkerRecord, error: WorkerError, stopped_at: float) -> bool:
     """Whether a worker has recorded an error by itself, and not because of the stop."""
-    is_before = _is_exact(error) and error.timestamp <= stopped_at
+    # Without a message, what was printed by the stop says why.
+    is_before = bool(error.message) and _is_exact(error) and error.timestamp <= stopped_at
     return not worker.is_victim or worker.had_error or is_before
 
 
@@ -219,10 +227,10 @@ def note_state(worker: WorkerRecord, taken_at: float = 0.0, *, is_brief: bool = 
     """Note what a worker has written by now.
 
     A captured stderr was last read at `taken_at`; another has the time of its file.  With
-    `is_brief`, note only whether the worker has recorded an error.
+    `is_brief`, note of a worker that has recorded no error nothing else.
     """
     worker.had_error = os.access(worker.logs.error_file, os.F_OK)
-    if is_brief or worker.logs.stderr.path is None:
+    if (is_brief and not worker.had_error) or worker.logs.stderr.path is None:
         return
     with suppress(OSError):
         status = os.stat(worker.logs.stderr.path)
@@ -237,8 +245,10 @@ def has_failed(worker: WorkerRecord) -> bool:
 def _has_failed_before(worker: WorkerRecord, first: WorkerRecord) -> bool:
     """Whether a victim had failed before the first exit, but was slow to end.  Blocks."""
     size, at = worker.written
-    if not (first.may_be_effect and worker.is_victim and size and first.written[0]):
+    if worker.notes_failure or not (first.may_be_effect and worker.is_victim):
         return False
+    if not (size and first.written[0] and first.written[1] - at <= NEAR_S):
+        return False  # long ago: it goes on
     found = reasons.last_words(_read_tail(worker.logs.stderr.path, b"", size)[1], code=None)
     other = _explain_now(first)[0]
     return bool(found) and _precedes(found, other, at - first.written[1])

@@ -105,6 +105,7 @@ _CommonEnv = tuple[dict[str, str], dict[str, str]]
 class LocalRuntime:
     """The resources of one job on this host; must be closed."""
 
+    notes_failures = False  # an exception that nothing catches, in the error file of a worker
     _loading: asyncio.Task[None] | None = None
     _worker_env: dict[int, dict[str, str]]  # of their commands, by local rank
     _abandoned: Set[int] = frozenset()  # survivors of the last stop, which have been reported
@@ -416,7 +417,9 @@ class LocalRuntime:
             env[NOTIFY_FD] = str(notify)
         needs_record = bool(error_file) and self.output.needs_record(logs)
         is_watched = needs_record or self.spec.liveness != LivenessSpec()
-        return env | startup_env(self.spec, env, is_watched=is_watched)
+        startup = startup_env(self.spec, env, is_watched=is_watched)
+        self.notes_failures = bool(startup and error_file)
+        return env | startup
 
     def _make_common_env(self, nproc: int) -> _CommonEnv:
         """Return the variables that all workers of an attempt have; `nproc` is their number."""

@@ -186,6 +186,7 @@ class WorkerGroup:
 
     def _on_started(self, ranks: WorkerRanks, logs: WorkerLogs, child: Child) -> None:
         record = WorkerRecord(ranks, child.pid, logs, time.monotonic())
+        record.notes_failure = self._runtime.notes_failures
         if child.exited.done():
             child.exited.add_done_callback(lambda ended: self._on_exited(record, ended.result()))
         else:

@@ -8,7 +8,8 @@ One line of JSON at the path in `TORCHELASTIC_ERROR_FILE`::
 `message` may also be a plain string, with `timestamp` beside it.  torch reads these files, and its
 files are read here.  Beside `message`, where torch does not look, `writer_pid` has the process that
 wrote the file, since processes that a worker starts inherit the variable, and `writer_time` when:
-torch's timestamp has whole seconds, and the clock of a network file system is another one.
+torch's timestamp has whole seconds, and the clock of a network file system is another one.  With
+an empty message, the writer has failed, and its standard error says why.
 """
 
 from __future__ import annotations
@@ -91,21 +92,22 @@ def parse_error_file(content: bytes, path: str) -> WorkerError | None:
     except (ValueError, RecursionError):
         return None
     value = document.get("message") if isinstance(document, dict) else None
-    if not value:
+    if value is None:
         return None
     pid, extra, stack = document.get(WRITER), document, None
+    pid = pid if type(pid) is int else None
     if isinstance(value, dict):
         extra = value.get("extraInfo")
         extra = extra if isinstance(extra, dict) else {}
         stack, value = extra.get("py_callstack"), value.get("message")
-    if not isinstance(value, str) or not (value or stack):
+    if not isinstance(value, str) or not (value or stack or pid):
         return None
     return WorkerError(
         abridge(value, MESSAGE_MAX),
         abridge(stack, TRACEBACK_MAX) if isinstance(stack, str) and stack else None,
         _time(document.get(_TIME)) or _time(extra.get("timestamp")),
         path,
-        pid if type(pid) is int else None,
+        pid,
     )
 
 
@@ -130,6 +132,8 @@ def _has_reason(new: WorkerError) -> bool:
         return False
     if error is None:
         return True  # its format is another one
+    if not (error.message or error.traceback):
+        return False
     is_near = not error.timestamp or time.time() - error.timestamp <= NEAR_S
     is_own = error.pid == os.getpid()
     return is_own or (is_near and (error.pid is None or is_of_program(new.message)))

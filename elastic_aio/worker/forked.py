@@ -12,10 +12,15 @@ from typing import Any, NoReturn
 from elastic_aio.worker import interpreter, lines
 
 # Encoding and error handler of 0, 1 and 2 as the interpreter has chosen them, by the locale and
-# PYTHONIOENCODING; a module that is imported later may replace the streams.
+# PYTHONIOENCODING; a module that is imported later may replace the streams.  Output has the error
+# handler of input; a command has set another one for its own output.
 _ENCODINGS = [
-    (getattr(stream, "encoding", None), getattr(stream, "errors", None) or "backslashreplace")
-    for stream in (sys.__stdin__, sys.__stdout__, sys.__stderr__)
+    (getattr(stream, "encoding", None), getattr(like, "errors", None) or "backslashreplace")
+    for stream, like in (
+        (sys.__stdin__, sys.__stdin__),
+        (sys.__stdout__, sys.__stdin__),
+        (sys.__stderr__, sys.__stderr__),
+    )
 ]
 
 

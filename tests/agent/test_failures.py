@@ -522,7 +522,7 @@ CAUSE, EFFECT = "ValueError: bad batch", "EOFError: rank 1 is gone"
     [
         (EFFECT, CAUSE, 0.0, 1),
         (EFFECT, CAUSE, 0.001, 1),
-        (EFFECT, CAUSE, 0.003, 0),
+        (EFFECT, CAUSE, 0.15, 0),
         (EFFECT, CAUSE, -3.0, 1),
         (EFFECT, CAUSE, 0.5, 0),
         (EFFECT, "ConnectionResetError: [Errno 104] x", -0.002, 1),

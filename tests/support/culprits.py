@@ -295,6 +295,27 @@ TWO = (
         "ValueError: bad batch",
     ),
     two(
+        "slow end with closing lines",
+        f"time.sleep(0.7); raise {GLOO}",
+        "import atexit\natexit.register(lambda: [say('uploading'), time.sleep(3)])\nraise ValueError('bad batch')",
+        1,
+        "ValueError: bad batch",
+    ),
+    two(
+        "slow end, NCCL",
+        f"time.sleep(0.7); raise {NCCL}",
+        "slow(3)\nraise ValueError('bad batch')",
+        1,
+        "ValueError: bad batch",
+    ),
+    two(
+        "handled by one, the end of the other",
+        "time.sleep(0.5); raise TimeoutError('storage')",
+        PRINTED + "for step in range(99): time.sleep(0.1)",
+        0,
+        "TimeoutError: storage",
+    ),
+    two(
         "slow end, timeout",
         "peer(); time.sleep(0.7); raise TimeoutError('no answer of rank 1')",
         "slow(3)\nc = peer(); raise ValueError('bad batch')",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from elastic_aio import LaunchSpec
 from elastic_aio.agent.preflight import startup_env
+from elastic_aio.worker.errorfile import parse_error_file
 from tests.support.cli import Ended, run_program
 
 pytestmark = pytest.mark.e2e
@@ -20,7 +22,7 @@ SEES = """
 import os, sys
 seen = {
     "modules": sorted(sys.modules), "path": sys.path, "importers": sorted(sys.path_importer_cache),
-    "hooks": [repr(sys.excepthook), repr(sys.__excepthook__), repr(sys.unraisablehook)],
+    "hooks": [repr(sys.__excepthook__), repr(sys.unraisablehook)],
     "finders": [type(finder).__name__ for finder in sys.meta_path], "flags": str(sys.flags),
     "argv": [sys.argv, sys.orig_argv], "callers": len(__import__("traceback").extract_stack()),
     "environment": {k: v for k, v in os.environ.items() if k not in ("_", "TMPDIR")},
@@ -97,6 +99,24 @@ def test_what_is_recorded(script: str, message: str | None, tmp_path: Path) -> N
         assert message.partition("\n")[0] in recorded(tmp_path)["extraInfo"]["py_callstack"] or (
             "Error" in message
         )
+
+
+def test_a_failure_is_noted_before_the_exit_hooks(tmp_path: Path) -> None:
+    """They may take longer than another worker needs to fail by it."""
+    (tmp_path / "script.py").write_text(
+        "import atexit, os\npath = os.environ['TORCHELASTIC_ERROR_FILE']\n"
+        "atexit.register(lambda: print(os.getpid(), open(path).read()))\nraise ValueError(7)"
+    )
+    ended = run_script(["script.py"], tmp_path, hooked=True)
+    pid, _, note = ended.out.partition(" ")
+    error = parse_error_file(note.encode(), "")
+    assert error is not None
+    assert (error.message, error.pid, 0 <= time.time() - error.timestamp < 60) == (
+        "",
+        int(pid),
+        True,
+    )
+    assert recorded(tmp_path)["message"] == "ValueError: 7"
 
 
 def test_what_the_script_has_recorded_itself_stays(tmp_path: Path) -> None:

@@ -5,11 +5,12 @@ module first.  The module undoes that: the script and the processes that it star
 as without it; a `sitecustomize` of its own is imported in this one's place.  A worker whose stderr
 is a terminal, or that has deadlines, has ELASTIC_AIO_STARTUP: only such a one records and offers.
 
-`sys.excepthook` stays as it is, since a script may look at it.  The interpreter itself stores an
-exception that nothing has caught (`sys.last_value`) before it ends: an exit hook, which is the last
-one to run, writes that to the error file.  Others store exceptions there that they have caught
-(pytest, `code`): those have no frame of the script's module, where an exception that nothing
-catches ends.
+An exception that nothing has caught ends the script, but exit hooks and threads may take long.  So
+`sys.excepthook` calls the former one, and then notes in the error file that the script has failed,
+and when: standard error says why.  The interpreter also stores the exception (`sys.last_value`): an
+exit hook, which is the last one to run, writes that to the error file.  Others store exceptions
+there that they have caught (pytest, `code`): those have no frame of the script's module, where an
+exception that nothing catches ends.
 
 The interpreter may be any, also one without this package: nothing here is new, and a problem leaves
 no more than the error file out.
@@ -17,6 +18,7 @@ no more than the error file out.
 
 import os
 import sys
+import time
 
 _OWN = os.path.dirname(os.path.abspath(__file__))
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(_OWN)))
@@ -48,6 +50,26 @@ def _record(path: str, pid: int) -> None:
         pass  # stderr has the exception
 
 
+def _note_failure(path: str, pid: int) -> None:
+    """Note the failure of this process in its error file, once its exception is printed."""
+    show = sys.excepthook
+
+    def note(kind: type[BaseException], error: BaseException, trace: object) -> None:
+        failed_at = time.time()
+        show(kind, error, trace)  # type: ignore[arg-type]
+        if os.getpid() != pid or not isinstance(error, Exception) or not _has_ended_main(error):
+            return
+        try:
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            says = '{"message": "", "writer_pid": %d, "writer_time": %.6f}'
+            os.write(file, (says % (pid, failed_at)).encode())
+            os.close(file)
+        except OSError:
+            pass  # something has recorded more, or the disk is full
+
+    sys.excepthook = note
+
+
 def _has_ended_main(error: Exception) -> bool:
     """Whether an exception has left the main module; without frames it has not run."""
     trace = error.__traceback__
@@ -68,6 +90,8 @@ def _start() -> None:
         import lines  # type: ignore[import-not-found]  # the package need not be importable
 
         lines.write_lines()
+        if error_file:
+            _note_failure(error_file, os.getpid())
         if is_watched and error_file:
             import atexit
 
