@@ -477,7 +477,7 @@ class DeadlineMissed(Event, frozen=True, kw_only=True):
 class ForeignAnswer(Event, frozen=True, kw_only=True):
     """Another process answers a probe of the worker `rank` (`local_rank` on this node), or may.
 
-    `why` says which.  Reported at the first answer of a program that has the port, and at the tenth
+    `why` says which.  Reported at the first answer of a program that has the port, and at the third
     at a shared socket.
     """
 

@@ -29,3 +29,5 @@ class LeafPlace(Struct, frozen=True):
     """The sockets of the leaf, which are open already; None: it has none."""
     worker: WorkerRanks | None = None
     """The ranks of the only worker, if that is one of several independent workers."""
+    is_beside: bool = False
+    """Whether it is a replacement, beside which the old worker runs."""

@@ -6,9 +6,10 @@ process lacks descriptors or its event loop was blocked, has no answer: a worker
 
 The kernel shows which sockets listen at a port and accept (proc_net_tcp(5), `/proc/PID/fd`).  An
 answer counts if the child's processes have all of them.  If others have some too (`sockets`, a
-reload, SO_REUSEPORT), that which has accepted decides.  If only sockets of others listen that are
-older than the attempt, a stranger answers.  All other answers count: of this program, another host
-or network namespace, Docker's proxy, processes that this user may not look at.
+reload, SO_REUSEPORT), that which has accepted decides, see `_DOUBTS_MAX`.  If only sockets of
+others listen that are older than the attempt, a stranger answers.  All other answers count: of
+this program, another host or network namespace, Docker's proxy, processes that this user may not
+look at.
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ _QUIET_S: Final = 0.2
 _TEXT_MAX: Final = 100
 _ACCEPTED_S: Final = 0.05
 """Seconds in which a server accepts, unless it is busy."""
-_DOUBTS_MAX: Final = 10
-"""Answers at a shared socket, of others or of unknown processes, until one is reported."""
+_DOUBTS_MAX: Final = 3
+"""Answers at a shared socket, of others or of unknown processes, until one is reported.  Then they
+make a worker ready that replaces none: those with the same socket are as new."""
 _KILLED_S: Final = 1.0
 """Seconds for which the end of the probes waits until killed commands are reaped."""
 
@@ -83,14 +85,15 @@ class Probes:
         on_ready: Callable[[int], None],
         on_not_alive: Callable[[int, str, float], None],
         publish: Callable[[Event], None],
+        is_beside: bool,
         descendants: Callable[[], Awaitable[list[proc.ProcEntry] | None]],
     ) -> None:
         """Prepare; `begin_attempt` follows.
 
-        `descendants` returns the processes of the job, which a probe of a port asks.
-        `on_answer` gets the local rank and each answer, in words; `on_ready` the local rank of a
-        worker that a probe finds ready; `on_not_alive` that of one that is not alive, why, and the
-        seconds since its last success.
+        `is_beside`: the workers replace others, which run.  `descendants` returns the processes of
+        the job, which a probe of a port asks.  `on_answer` gets the local rank and each answer, in
+        words; `on_ready` the local rank of a worker that a probe finds ready; `on_not_alive` that
+        of one that is not alive, why, and the seconds since its last success.
         """
         self._ready = ready
         self._alive = alive
@@ -101,7 +104,7 @@ class Probes:
         self._on_ready = on_ready
         self._on_not_alive = on_not_alive
         self._publish = publish
-        self._sockets = Sockets(descendants)
+        self._sockets, self._is_beside = Sockets(descendants), is_beside
         self._foreign: dict[int, int] = {}  # answers of other processes, by local rank
         self._table = ProbeTable(ready, alive)
         self._records: dict[int, WorkerRecord] = {}
@@ -208,6 +211,8 @@ class Probes:
             if count == (1 if answerer.is_stranger else _DOUBTS_MAX):
                 who: Any = {"rank": record.ranks.rank, "local_rank": local_rank, "pid": record.pid}
                 self._publish(ForeignAnswer(attempt=self._attempt, **who, why=answer.text))
+            if count >= _DOUBTS_MAX and probe is self._ready and not self._is_beside:
+                answer = Answer(answerer.is_success, answer.text)  # of another that is as new
         now = self._clock.now()
         seconds = self._table.since_success(local_rank, now)
         verdict = self._table.answer(local_rank, began, now, is_success=answer.is_success)
@@ -410,7 +415,7 @@ class Answerer:
     """Who answers a question: the child, unless it `is_stranger` or there is a `doubt`."""
 
     def __init__(self, sockets: Sockets) -> None:
-        self.is_stranger, self.doubt = False, ""
+        self.is_stranger, self.is_success, self.doubt = False, False, ""
         self._sockets = sockets
         self._ends: Any = ()  # of the connection, the own one first
         self._shared: set[str] = set()  # sockets of the child, and not of it alone
@@ -449,6 +454,7 @@ class Answerer:
         return not self.doubt or bool(waiting & self._shared)
 
     def judged(self, is_success: bool, text: str) -> Answer:
+        self.is_success = is_success
         if self.doubt:
             return Answer(None, f"{text}, accepted by {self.doubt} at the same socket")
         return Answer(is_success, text)

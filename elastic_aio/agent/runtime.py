@@ -479,6 +479,7 @@ class LocalRuntime:
             start_command=self.start_command,
             logged=logged,
             publish=self.publish,
+            is_beside=self.place is not None and self.place.is_beside,
             descendants=lambda: self.tree.descendants(),
             **callbacks,
         )

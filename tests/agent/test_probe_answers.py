@@ -140,7 +140,7 @@ async def test_a_process_that_the_worker_has_started_answers_for_it(prefix: str)
 SERVER = f"""
 import os, signal, socket, sys, time
 {SERVE}
-if sys.argv[1] == "broken":
+if sys.argv[1] == "broken" or sys.argv[1] == os.environ["RANK"]:
     time.sleep(99)
 serve(socket.socket(fileno=3))
 """
@@ -177,6 +177,15 @@ async def test_an_old_worker_does_not_answer_for_a_new_one(reuse_port: bool) -> 
             ]
         assert await agent.reload(spec=servers(port, "new", reuse_port=reuse_port))
         assert agent.pids() != before
+
+
+async def test_a_new_worker_is_ready_when_another_new_one_answers() -> None:
+    """It may never win the race for a connection."""
+    port = free_port("127.0.0.1")
+    events: list[Event] = []
+    async with Agent(servers(port, "1", 2), listeners=[events.append]) as agent:
+        await until(lambda: agent.status().is_ready)
+        assert [event.rank for event in events if isinstance(event, ForeignAnswer)] == [1]
 
 
 @pytest.mark.slow
