@@ -379,6 +379,7 @@ class Driver(BaseDriver):
     ) -> None:
         super().__init__(runtime.spec, runtime.run_id, event_log, runtime.clock)
         self.group: WorkerGroup | None = None
+        self.may_have_run = event_log.tracker  # whether the program has
         self._runtime = runtime
         self._machine: machine.AgentMachine = decides
         self._attempts: deque[AttemptResult] = deque(maxlen=_ATTEMPTS_MAX)
@@ -641,7 +642,7 @@ class Driver(BaseDriver):
         try:
             await self._current_group.start()
         except SpawnError as error:
-            is_permanent = error.permanent and not self._event_log.tracker.has_run
+            is_permanent = error.permanent and not self.may_have_run.has_run
             return machine.StartFailed(
                 effect.attempt, str(error), is_permanent, error.exit_code, error.local_rank
             )

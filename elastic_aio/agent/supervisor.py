@@ -573,8 +573,8 @@ class SupervisorMachine:
         elif self._ends_run(None if is_own else self._children[request.name], request):
             problem = "cannot be started again: its run of several nodes ends for all of them"
             raise SpecError("child", request.name, problem)
-        elif isinstance(request, ChildRestartReceived) and not is_own:
-            self.check_order([request.name])
+        elif isinstance(request, ChildRestartReceived):
+            self.check_order(None if is_own else [request.name])
 
     def check_order(self, names: Iterable[str] | None = None) -> None:
         """Raise SpecError if one of these would wait for a child that was stopped by request."""

@@ -776,8 +776,9 @@ class SupervisorDriver(BaseDriver):
         if not is_alone:
             parts.note_run(run_id)
         directory = partial(parts.make_directory, path)
-        place = LeafPlace(path, directory, parts.logged, listeners, worker)
         others = (one for one in self._starts.values() if one is not start)
+        is_beside = any(one.effect.name == effect.name for one in others)
+        place = LeafPlace(path, directory, parts.logged, listeners, worker, is_beside)
         log = LeafLog(
             parts.event_log,
             path,
@@ -788,7 +789,7 @@ class SupervisorDriver(BaseDriver):
             max_restarts=group.restart_limit(self._machine.children[effect.name].spec),
             has_ready=group.reports_ready(spec),
             attempt=parts.next_attempt(path) if is_alone else 0,
-            beside=any(one.effect.name == effect.name for one in others),
+            beside=is_beside,
         )
         runtime = parts.make_runtime(spec, nproc, log, place, run_id)
         if is_alone:
@@ -816,7 +817,10 @@ class SupervisorDriver(BaseDriver):
             log.confirm()
 
         start.confirm = confirm
-        return Driver(runtime, machine, log)
+        driver = Driver(runtime, machine, log)
+        if group.template_of(self.spec) is not None:  # another one may have run the program
+            driver.may_have_run = self._event_log.tracker
+        return driver
 
     # --------------------------------------------------------- end of a child
 

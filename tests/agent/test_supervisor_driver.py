@@ -260,12 +260,13 @@ async def test_a_change_of_the_scale_ends() -> None:
                     assert len(agent.pids(child)) == 3
 
 
-async def test_a_restart_of_what_its_group_ends() -> None:
+async def test_a_restart_of_what_its_group_ends(tmp_path: Path) -> None:
     """The answer does not wait for the end of the job."""
-    slow = leaf(shell("trap 'sleep 0.5; exit' TERM; sleep 99 & wait"))
+    slow = leaf(shell(f"trap 'sleep 0.5; exit' TERM; touch {tmp_path}/trap; sleep 99 & wait"))
     inner = GroupSpec({"a": slow, "b": leaf()})
     async with Agent(GroupSpec({"inner": inner, "c": leaf()}, essential=["c"])) as agent:
         await until_all_run(agent)
+        await until((tmp_path / "trap").exists)
         restarting = asyncio.create_task(agent.restart(child="inner/a"))
         await until(lambda: agent.children()["inner/a"].phase == "stopping")
         agent.stop(child="inner")
@@ -589,6 +590,22 @@ async def test_a_failed_reload_names_the_last_answer_of_the_new_worker() -> None
         (failed,) = (event for event in events if isinstance(event, ReloadFailed))
         assert failed.why.endswith("last probe: exit code 3: no database")
         assert agent.pids() == pids
+
+
+async def test_a_further_worker_is_started_again_while_the_program_is_replaced(
+    tmp_path: Path,
+) -> None:
+    """The others have run the program."""
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\nexec sleep 99\n")
+    program.chmod(0o755)
+    async with make_agent(workers(1, [str(program)])) as agent, asyncio.timeout(DEADLINE_S):
+        await until_all_run(agent)
+        program.rename(tmp_path / "new")
+        await agent.scale("", 2)
+        await until(lambda: agent.children()["1"].phase == "restarting")
+        (tmp_path / "new").rename(program)
+        await until(lambda: len(agent.pids()) == 2)
 
 
 async def test_a_reload_is_repeated_after_a_failure(tmp_path: Path) -> None:
