@@ -68,7 +68,7 @@ KNOWN_TEXTS: Final = (
     (r"No module named '?([\w.]+)", "module {} is missing"),
     (r"\[Errno 98\]|EADDRINUSE|[Aa]ddress already in use", "a port is in use"),
     (r"EOFError: EOF when reading a line", f"standard input is at its end ({_STDIN})"),
-    (r"\bbdb\.BdbQuit", f"the debugger has ended, as it does without input ({_STDIN})"),
+    (r"\bBdbQuit\b", f"the debugger has ended, as it does without input ({_STDIN})"),
     (r"\[Errno 28\]|ENOSPC|No space left on device", "a disk is full"),
     (r"\[Errno 122\]|EDQUOT|[Dd]isk quota exceeded", "a disk quota is exceeded"),
     (
@@ -177,7 +177,8 @@ def read_reason(
         return one_line(found, REASON_MAX), lines[:_CAUSE_LINES]
     if said := [*filter(_has_text, lines)]:
         is_name = said[0].rstrip().endswith(":")  # and the message begins with an empty line
-        return one_line(" ".join(said[: 1 + is_name]), REASON_MAX), lines[:_CAUSE_LINES]
+        text = one_line(" ".join(said[: 1 + is_name]), REASON_MAX)
+        return text.removesuffix(":"), lines[:_CAUSE_LINES]  # an exception without a text
     lines = [_plain(line) for line in stderr]
     found, index = _find_exception(lines)
     if found and _is_last(lines, index, code, signal):

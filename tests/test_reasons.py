@@ -230,7 +230,7 @@ def test_the_last_line_of_a_process_that_a_signal_ended(last: str, is_reason: bo
 def test_a_recorded_message_may_begin_with_an_empty_line() -> None:
     numpy = "ImportError: \n\nIMPORTANT: PLEASE READ THIS\n\nOriginal error was: libx.so\n"
     assert reason_of(numpy) == "ImportError: IMPORTANT: PLEASE READ THIS"
-    assert reason_of("ImportError:\n\n---\n") == "ImportError:"
+    assert reason_of("ImportError:\n\n---\n") == "ImportError"
     assert reason_of("\n\nbad batch\nmore") == "bad batch"
 
 

@@ -448,13 +448,16 @@ class LocalRuntime:
         source, place = self.spec.stdin if local_rank == 0 else "null", self.place
         if source == "auto" and place is not None and place.path != ("0" if place.worker else ""):
             source = "null"  # of several programs none is asked at the terminal
-        stdin = standard.null if source == "null" else standard.take_terminal()
+        if source == "rank0":
+            stdin = self.output.directory.give(standard.inherited(0), "pipe:")
+        else:
+            stdin = standard.null if source == "null" else standard.take_terminal()
         command = self.entrypoint.command(local_rank)
         child_spec = ChildSpec(
             argv=command.argv,
             env=env,
             cwd=self.spec.cwd,
-            stdin=standard.inherited(0) if source == "rank0" else stdin,
+            stdin=stdin,
             stdout=streams[0],
             stderr=streams[1],
             pass_fds=command.pass_fds if notify is None else (*command.pass_fds, notify),

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from elastic_aio.process.listeners import Listeners
     from elastic_aio.spec.sockets import SocketSpec
 
-    _SocketKey: TypeAlias = tuple[str, tuple[SocketSpec, ...]]
+    _SocketKey: TypeAlias = tuple[str, tuple[SocketSpec, ...], object]
 
 # Of a `JobStarted`, which begins each start of a child.
 _OF_START = ("entrypoint", "nproc_per_node", "max_restarts", "log_dir", "role", "children")
@@ -704,7 +704,7 @@ class SupervisorDriver(BaseDriver):
         if not isinstance(spec, LaunchSpec) or not spec.sockets or group.has_children(spec):
             return None
         async with self._opening:  # of several workers the first binds them
-            name, sockets = key = self._socket_key(effect.name, spec)
+            name, sockets, _ = key = self._socket_key(effect.name, spec)
             if (found := self._listeners.get(key)) is not None:
                 return found
             from elastic_aio.agent.worker_setup import find_account  # few jobs have sockets
@@ -712,15 +712,18 @@ class SupervisorDriver(BaseDriver):
 
             listeners = Listeners(sockets, find_account(spec.limits or LimitSpec()).owner)
             nproc = resolve_nproc(spec) if effect.rank is None else effect.world_size
-            former = [one for (other, _), one in self._listeners.items() if other == name]
+            former = [one for (other, *_), one in self._listeners.items() if other == name]
             await listeners.open(nproc, former)
             self._listeners[key] = listeners
             self._close_unused()
         return listeners
 
     def _socket_key(self, name: str, spec: group.AnySpec) -> _SocketKey:
-        is_worker = isinstance(self._spec, LaunchSpec)
-        return "" if is_worker else name, spec.sockets if isinstance(spec, LaunchSpec) else ()
+        name = "" if isinstance(self._spec, LaunchSpec) else name
+        if isinstance(spec, group.GroupSpec):
+            return name, (), None
+        limits = spec.limits or LimitSpec()
+        return name, spec.sockets, (limits.user, limits.group)  # whose they are
 
     def _close_unused(self) -> None:
         """Close the sockets that no start of a child has, and none will have."""

@@ -251,7 +251,7 @@ class RunDirectory:
             def open_stream(plan: paths.StreamPlan, own: int) -> int:
                 if plan.path is None:
                     is_console = plan.target is paths.StreamTarget.CONSOLE
-                    return self._give(own, "pipe:") if is_console else devnull
+                    return self.give(own, "pipe:") if is_console else devnull
                 if plan.path not in opened:
                     if plan.is_relayed:
                         relays[plan.path] = self._open_relay(plan)
@@ -274,7 +274,7 @@ class RunDirectory:
         assert plan.path is not None, "a relayed stream has a file"
         make = self._make_captured if plan.is_captured else self._open_new
         relay = Relay(partial(make, plan.path))
-        self._give(relay.writer)
+        self.give(relay.writer)
         try:
             if not plan.is_captured:
                 relay.make_file()
@@ -297,9 +297,9 @@ class RunDirectory:
 
     def _open_new(self, path: str, access: int = os.O_RDWR) -> int:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        return self._give(os.open(path, access | _NEW_FILE, _FILE_MODE))
+        return self.give(os.open(path, access | _NEW_FILE, _FILE_MODE))
 
-    def _give(self, descriptor: int, kind: str = "") -> int:
+    def give(self, descriptor: int, kind: str = "") -> int:
         """Let the workers open a stream again that they have, as /dev/stdout; return it.
 
         Only a pipe that is inherited is theirs (`kind`): a file or a terminal keeps its owner.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import subprocess
 import sys
 import tempfile
@@ -11,7 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from elastic_aio import Agent, Exec, JobFailed, LaunchSpec, LimitSpec, LogSpec, launch
+from elastic_aio import (
+    Agent,
+    Exec,
+    JobFailed,
+    LaunchSpec,
+    LimitSpec,
+    LogSpec,
+    RestartPolicy,
+    launch,
+)
 from tests.agent.test_probes import FAST, answer_of
 from tests.support.children import shell, until
 
@@ -94,10 +104,30 @@ async def test_a_probe_runs_as_its_worker() -> None:
         assert answer_of(agent) == "exit code 0"
 
 
+async def test_the_path_of_a_socket_belongs_to_the_user_after_a_reload() -> None:
+    path = f"{tempfile.tempdir}/socket"
+    specs = [
+        LaunchSpec(
+            ["sleep", "99"],
+            sockets=[f"unix://{path}"],
+            limits=limits,
+            restart=RestartPolicy(scope="worker"),
+        )
+        for limits in (None, OTHER)
+    ]
+    async with Agent(specs[0]) as agent:
+        await until(lambda: agent.status().is_ready)
+        assert os.stat(path).st_uid == 0
+        assert await agent.reload(spec=specs[1])
+        assert os.stat(path).st_uid == pwd.getpwnam("daemon").pw_uid
+
+
 @pytest.mark.e2e
 def test_a_worker_opens_an_inherited_pipe_again() -> None:
     """As that of a container's runtime."""
     script = "import asyncio, elastic_aio as e; asyncio.run(e.launch(e.LaunchSpec("
-    script += "['sh', '-c', 'echo one >> /dev/stdout'], limits={'user': 'daemon'})))"
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
+    script += "['sh', '-c', 'cat /dev/stdin >> /dev/stdout'], limits={'user': 'daemon'},"
+    script += " stdin='rank0')))"
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(command, input=b"one\n", capture_output=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (0, b"one\n"), ended.stderr
