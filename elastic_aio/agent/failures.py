@@ -7,8 +7,10 @@ The order of evidence among the workers of an attempt, the culprit first::
     it exited, or hung, before the stop                               has failed
     it had recorded an error before the stop, as the interpreter of   has failed
     a script does when nothing catches an exception
+    it was dumping its core when the first exit, which may be an      has failed
+    effect of another's end (see `reasons`), was noticed
     of another program: its stderr ended with an exception, in the    has failed, if the first
-    last seconds before a first exit that may be an effect of it      exit was not earlier
+    last seconds before such a first exit                             exit was not earlier
     torch says that it has lost a peer                                follows all these
     the stop has ended it, whatever it did then                       is a victim
 
@@ -34,6 +36,7 @@ from elastic_aio.aio import run_in_thread
 from elastic_aio.logs.log_file import read_end
 from elastic_aio.logs.paths import StreamPlan, WorkerLogs
 from elastic_aio.outcome import ExitStatus, Failure, WorkerError, WorkerResult, root_cause_first
+from elastic_aio.process import proc
 from elastic_aio.process.children import ChildExit
 from elastic_aio.ranks import WorkerRanks
 from elastic_aio.text import counted, format_duration, one_line
@@ -88,6 +91,7 @@ class WorkerRecord(Struct):
     may_be_effect: bool = False  # likewise: another's end may have ended it
     notes_failure: bool = False  # its interpreter notes an exception in the error file at once
     had_error: bool = False  # an error file, when the stop began
+    is_dumping: bool = False  # its core, when the stop began
     written: tuple[int, float] = (0, 0.0)  # then, or at its exit: bytes of its stderr, and when
     notes: tuple[str, ...] = ()  # of its failure
 
@@ -230,7 +234,11 @@ def note_state(worker: WorkerRecord, taken_at: float = 0.0, *, is_brief: bool = 
     `is_brief`, note of a worker that has recorded no error nothing else.
     """
     worker.had_error = os.access(worker.logs.error_file, os.F_OK)
-    if (is_brief and not worker.had_error) or worker.logs.stderr.path is None:
+    if is_brief and not worker.had_error:
+        return
+    dumping = proc.read_status(worker.pid, b"CoreDumping") if worker.is_running else {}
+    worker.is_dumping = dumping.get(b"CoreDumping") == b"1"
+    if worker.logs.stderr.path is None:
         return
     with suppress(OSError):
         status = os.stat(worker.logs.stderr.path)
@@ -245,6 +253,8 @@ def has_failed(worker: WorkerRecord) -> bool:
 def _has_failed_before(worker: WorkerRecord, first: WorkerRecord) -> bool:
     """Whether a victim had failed before the first exit, but was slow to end.  Blocks."""
     size, at = worker.written
+    if worker.is_dumping:
+        return first.may_be_effect and worker.is_victim
     if worker.notes_failure or not (first.may_be_effect and worker.is_victim):
         return False
     if not (size and first.written[0] and first.written[1] - at <= NEAR_S):
@@ -263,7 +273,7 @@ def _precedes(reason: str, other: str, since: float) -> bool:
 def _time_of(worker: WorkerRecord, error: WorkerError | None, stopped_at: float) -> float:
     """Return when a worker failed, in Unix seconds of this host."""
     if error is None:
-        return worker.hung_at or worker.exited_at
+        return stopped_at if worker.is_dumping else worker.hung_at or worker.exited_at
     return error.timestamp if _is_exact(error) else worker.end_began(stopped_at)
 
 
@@ -359,6 +369,7 @@ def note_effect(worker: WorkerRecord) -> None:
     worker.may_be_effect = reasons.has_sign_of_effect(ends + error)
     if reasons.has_sign_of_lost_peer(ends) or reasons.has_sign_of_lost_peer(error):
         worker.is_lost_peer = _explain_now(worker)[1] == reasons.LOST_PEER
+        worker.may_be_effect |= worker.is_lost_peer
 
 
 def _explain_now(worker: WorkerRecord) -> tuple[str, str]:

@@ -23,6 +23,7 @@ from elastic_aio.agent.failures import (
 from elastic_aio.logs.paths import StreamPlan, StreamTarget, WorkerLogs
 from elastic_aio.logs.trimmer import free_range
 from elastic_aio.outcome import ExitStatus, Failure, WorkerError
+from elastic_aio.process import proc
 from elastic_aio.process.calls import CallResult
 from elastic_aio.process.children import ChildExit
 from elastic_aio.ranks import NodeSize, assign_node_ranks
@@ -551,6 +552,23 @@ async def test_a_worker_that_fails_first_and_is_slow_to_end_is_the_culprit(
     assert (found[0].rank, found[0].is_victim) == (culprit, False)
     if culprit:
         assert (found[0].reason, found[0].status) == (second, BAD)
+
+
+@pytest.mark.parametrize("said", [EFFECT, "RuntimeError: [pair.cc:1] Connection closed by peer"])
+async def test_a_worker_that_dumps_its_core_meanwhile_is_the_culprit(
+    case: Case, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel writes it before anything notices the exit."""
+    case.worker(BAD, ended_at=STOPPED_AT, stderr=TRACEBACK.format(said).encode())
+    case.worker(ExitStatus(signal=6), is_victim=True, ended_at=STOPPED_AT + 1, stderr=b"")
+    note_effect(case.workers[0])
+    ended, case.workers[1].exit = case.workers[1].exit, None
+    monkeypatch.setattr(proc, "read_status", lambda *_: {b"CoreDumping": b"1"})
+    note_state(case.workers[1])
+    case.workers[1].exit = ended
+    found = await case.failures()
+    assert [(one.rank, one.is_victim) for one in found] == [(1, False), (0, False)]
+    assert found[0].status == ExitStatus(signal=6)
 
 
 async def test_of_two_that_have_exited_the_first_sign_counts(case: Case) -> None:
