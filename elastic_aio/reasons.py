@@ -11,6 +11,7 @@ The order of evidence for one worker (that for several is in `elastic_aio.agent.
     ---------------------------------------------------  -------------  ---------------
     its status: the OOM killer's counter, a limit        always         always
     what the worker has recorded, or a missed deadline   always         yes
+    an exception that nothing has caught, as noted       always         yes
     an exception at the end of standard error            always         yes
     the last line, of a code from 2 to 127               if it is text  yes
     the last line, after an exception that was handled   if it is text  yes
@@ -116,7 +117,9 @@ _BELOW_ERROR: Final = "TDINW"
 _WARNING: Final = r"\S+:\d+: \w*Warning: "  # of Python; a line of the source follows
 _WARNING_LINES: Final = 10
 # What stands before the traceback of an exception that has not ended the program.
-_HANDLED: Final = r"Exception in thread |Task exception was never retrieved|future: <"
+_HANDLED: Final = (
+    r"Exception in thread |Task exception was never retrieved|future: <|--- Logging error ---"
+)
 # Signs of an exception, see `_read_end`.  A text without them says why in its last line.
 _EXCEPTION_SIGNS: Final = tuple(
     b"Traceback|Fatal|what()|File| panicked at |goroutine |\tat |\t... |    at |--help".split(b"|")
@@ -169,9 +172,17 @@ def reason_of(
 
 
 def read_reason(
-    message: str, stderr: Sequence[str] = (), *, code: int | None = None, signal: int | None = None
+    message: str,
+    stderr: Sequence[str] = (),
+    *,
+    code: int | None = None,
+    signal: int | None = None,
+    is_uncaught: bool = False,
 ) -> tuple[str, list[str]]:
-    """Return what `reason_of` does, and the other lines that may name the cause."""
+    """Return what `reason_of` does, and the other lines that may name the cause.
+
+    `is_uncaught`: the worker has noted that nothing has caught an exception.
+    """
     lines = plain_lines(message)
     if any(_HEADER in line for line in lines) and (found := exception_line(lines)):
         return one_line(found, REASON_MAX), lines[:_CAUSE_LINES]
@@ -181,7 +192,7 @@ def read_reason(
         return text.removesuffix(":"), lines[:_CAUSE_LINES]  # an exception without a text
     lines = [_plain(line) for line in stderr]
     found, index = _find_exception(lines)
-    if found and _is_last(lines, index, code, signal):
+    if found and (is_uncaught or _is_last(lines, index, code, signal)):
         return one_line(found, REASON_MAX), [*_causes(lines, index), *_after(lines, index)]
     if found and not _has_more(lines, index):
         return "", []
@@ -395,17 +406,21 @@ def exception_line(lines: Sequence[str]) -> str:
 
 def _find_exception(lines: Sequence[str]) -> tuple[str, int]:
     """Return what `exception_line` does, and the line at which it begins; ("", 0) for none."""
-    tried = 0
+    tried, last = 0, ("", 0)
     for index in range(len(lines) - 1, -1, -1):
         if found := _read_end(lines, index):
             above = index  # of a syntax error in a traceback, to the header
             while above and '  File "' in lines[index] and _HEADER not in lines[above]:
                 above -= 1
-            return found, above if _HEADER in lines[above] else index
+            at = above if _HEADER in lines[above] else index
+            # Threads and logs fail too when an exception ends the program.
+            if not (at and re.match(_HANDLED, lines[at - 1])):
+                return found, at
+            last = last if last[0] else (found, at)
         tried += _HEADER_START in lines[index]
         if tried >= _TRIED_MAX:
             break
-    return "", 0
+    return last
 
 
 def _read_end(lines: Sequence[str], index: int) -> str:

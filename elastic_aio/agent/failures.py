@@ -194,7 +194,9 @@ async def collect_failures(
             stderr_tail=_last_lines(lines),
             notes=noted if is_victim else (*noted, *_notes(worker, error, workers), *notes),
         )
-        failure = failure if is_victim else _with_reason(failure, lines, oom_kills)
+        if not is_victim:
+            is_uncaught = error is not None and failure.error is None
+            failure = _with_reason(failure, lines, oom_kills, is_uncaught=is_uncaught)
         is_read = worker.written[0] and (error is None or not _is_exact(error))
         found.append((worker, failure, worker.written[1] if is_read else failure.time))
     return _in_order(found)
@@ -315,10 +317,13 @@ def _last_lines(lines: Sequence[str]) -> tuple[str, ...]:
     return tuple(reversed(kept))
 
 
-def _with_reason(failure: Failure, stderr: Sequence[str], oom_kills: str) -> Failure:
+def _with_reason(
+    failure: Failure, stderr: Sequence[str], oom_kills: str, *, is_uncaught: bool
+) -> Failure:
     message = failure.error.message if failure.error else failure.message
     stack = (failure.error.traceback or "").splitlines() if failure.error else []
-    reason, cause = _explain(failure.status, message, reasons.before_dump(stderr), oom_kills, stack)
+    stderr = reasons.before_dump(stderr)
+    reason, cause = _explain(failure.status, message, stderr, oom_kills, stack, is_uncaught)
     return replace(failure, reason=reason, cause=cause)
 
 
@@ -328,10 +333,13 @@ def _explain(
     stderr: Sequence[str],
     oom_kills: str = "",
     stack: Sequence[str] = (),
+    is_uncaught: bool = False,
 ) -> tuple[str, str]:
     """Return why a worker failed in one line, and the name of a known cause."""
     code, signal = status.code, status.signal
-    reason, output = reasons.read_reason(message, stderr, code=code, signal=signal)
+    reason, output = reasons.read_reason(
+        message, stderr, code=code, signal=signal, is_uncaught=is_uncaught
+    )
     cause, is_proven = reasons.known_cause(
         reason,
         [*output, *reasons.chained(stack)],
@@ -377,7 +385,9 @@ def _explain_now(worker: WorkerRecord) -> tuple[str, str]:
     _, lines = _read_tail(worker.logs.stderr.path, worker.unkept)
     is_reason = error is not None and _is_reason(worker, error, worker.exited_at)
     message = error.message if error and is_reason else worker.expired_timer
-    return _explain(worker.status, message, reasons.before_dump(_own_lines(worker, lines)))
+    is_uncaught = error is not None and is_reason and not error.message
+    stderr = reasons.before_dump(_own_lines(worker, lines))
+    return _explain(worker.status, message, stderr, is_uncaught=is_uncaught)
 
 
 def _end_of_file(path: str | None, size: int, *, start: int = 0, end: int | None = None) -> bytes:

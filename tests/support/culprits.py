@@ -79,6 +79,16 @@ STEPS = "for step in range(3): logging.info('step %d', step)\n"
 # What ends a program, and what only stands in its output.
 ONE = (
     one("exception", "raise ValueError('bad batch')", "ValueError: bad batch"),
+    one(
+        "exception, then an error of an exit hook",
+        "logs()\nimport atexit\natexit.register(lambda: logging.error('3 points are lost'))\nraise AppError('bad batch')",
+        "AppError: bad batch",
+    ),
+    one(
+        "exception, then a thread fails",
+        "import atexit\ndef f(): t = threading.Thread(target=lambda: 1 / 0); t.start(); t.join()\natexit.register(f)\nraise AppError('bad batch')",
+        "AppError: bad batch",
+    ),
     one("exit with words", "sys.exit('no config')", "no config"),
     one("exit 1 without words", "sys.exit(1)", ""),
     one("exit 1 after a log", "logs()\n" + STEPS + "os._exit(1)", ""),
