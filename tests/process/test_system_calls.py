@@ -22,8 +22,9 @@ EACH_MAX = {
     "pidfd_open": 2,
     # What is captured, and whether the exec has failed.
     "pipe2": 2,
-    # The socket of the worker's messages.
+    # The socket of the worker's messages, and who sends them.
     "socketpair": 1,
+    "setsockopt": 1,
     # The entry in the session list: the start and the end.
     "pwrite64": 2,
     # Where a worker writes nothing and records no error.
@@ -35,7 +36,7 @@ EACH_MAX = {
 }
 """Calls of the launcher for each further worker that exits at once."""
 
-EACH_OTHERS_MAX = 36
+EACH_OTHERS_MAX = 38
 """All of them but those of which the number depends on the time at which a worker exits."""
 
 _OF_LOOKS = {"openat", "read", "close", "getsid", "getpid", "epoll_wait", "waitid"}
