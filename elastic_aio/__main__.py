@@ -4,8 +4,8 @@ import os
 import sys
 
 # As of `aio-elastic`: a file of the current directory may have the name of a module.
-if sys.path[:1] == [os.getcwd()] and not __file__.startswith(f"{sys.path[0]}/elastic_aio/"):
-    del sys.path[0]
+if not sys.flags.safe_path and not __file__.startswith(f"{sys.path[0]}/elastic_aio/"):
+    sys.path[0] = os.path.dirname(sys.executable)
 
 from elastic_aio.cli import entry
 

@@ -189,7 +189,8 @@ def read_reason(
     if said := [*filter(_has_text, lines)]:
         is_name = said[0].rstrip().endswith(":")  # and the message begins with an empty line
         text = one_line(" ".join(said[: 1 + is_name]), REASON_MAX)
-        return text.removesuffix(":"), lines[:_CAUSE_LINES]  # an exception without a text
+        is_name = re.fullmatch(f"{_NAME}:", text) is not None  # of an exception without a text
+        return text.removesuffix(":") if is_name else text, lines[:_CAUSE_LINES]
     lines = [_plain(line) for line in stderr]
     found, index = _find_exception(lines)
     if found and (is_uncaught or _is_last(lines, index, code, signal)):

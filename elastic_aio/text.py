@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Final
 
 ESCAPES: Final = r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]+[0-~]|[0-~])"
@@ -45,11 +46,12 @@ def error_reason(error: OSError) -> str:
     """Return why a call failed, with a limit that made it fail: `no such file or directory`."""
     reason = lower_first(error.strerror or str(error) or type(error).__name__)
     if error.errno in _LIMITS:
-        import resource  # for errors only: workers load this module
-
         name, option = _LIMITS[error.errno]
-        soft, _ = resource.getrlimit(getattr(resource, name))
-        reason += f"; the limit is {soft} (raise it with ulimit {option})"
+        with suppress(ImportError):  # no descriptor is left
+            import resource  # for errors only: workers load this module
+
+            soft, _ = resource.getrlimit(getattr(resource, name))
+            reason += f"; the limit is {soft} (raise it with ulimit {option})"
     if error.errno in _NO_CALL and error.filename is None and (name := _called(error)):
         return f"{name}: {reason}"
     return reason

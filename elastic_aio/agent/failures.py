@@ -185,7 +185,7 @@ async def collect_failures(
             pid=worker.pid,
             host=host,
             status=_status_of(worker, has_error=is_own or is_first or bool(worker.hang)),
-            time=_time_of(worker, error, stopped_at),
+            time=_time_of(worker, error, stopped_at, first),
             order=worker.order,
             is_victim=is_victim,
             error=error if error and (error.message or error.traceback) else None,
@@ -272,11 +272,21 @@ def _precedes(reason: str, other: str, since: float) -> bool:
     return since < -_SAME_S or (abs(since) <= _SAME_S and (rank, since) < (0, 0.0))
 
 
-def _time_of(worker: WorkerRecord, error: WorkerError | None, stopped_at: float) -> float:
-    """Return when a worker failed, in Unix seconds of this host."""
+def _time_of(
+    worker: WorkerRecord,
+    error: WorkerError | None,
+    stopped_at: float,
+    first: WorkerRecord | None,
+) -> float:
+    """Return when a worker failed, in Unix seconds of this host; `first` is the first exit."""
     if error is None:
         return stopped_at if worker.is_dumping else worker.hung_at or worker.exited_at
-    return error.timestamp if _is_exact(error) else worker.end_began(stopped_at)
+    if _is_exact(error):
+        return error.timestamp
+    began = worker.end_began(stopped_at)
+    # Of an error that was there at the stop, which follows the first exit at once.
+    is_before = first is not None and worker.is_victim and worker.had_error
+    return min(began, first.exited_at - _EARLIER_S) if first and is_before else began
 
 
 def _first_sign_first(

@@ -103,7 +103,7 @@ def test_requests_name_a_child(tmp_path: Path) -> None:
         assert "web/2" in tree(env)
         refused = cli("restart", "files", "db", env=env)
         assert refused.code == 2
-        assert refused.err.startswith("aio-elastic restart: CHILD: must be a child of job files")
+        assert refused.err.startswith("aio-elastic restart: CHILD: must be one of: server, ")
         shown = cli("status", "files", "web", env=env)
         assert "web/2" in shown.out
         assert "trainer" not in shown.out
