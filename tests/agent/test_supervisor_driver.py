@@ -592,6 +592,13 @@ async def test_a_failed_reload_names_the_last_answer_of_the_new_worker() -> None
         assert agent.pids() == pids
 
 
+async def test_a_child_of_one_worker_has_no_store() -> None:
+    """A launcher that it runs brings its own, and its workers would look for ours."""
+    checks = (shell(f"[ $TORCHELASTIC_USE_AGENT_STORE = {has} ]") for has in (False, True))
+    one, two = (leaf(check, nproc_per_node=1 + n) for n, check in enumerate(checks))
+    await launch(GroupSpec({"one": one, "two": two}))
+
+
 async def test_a_further_worker_is_started_again_while_the_program_is_replaced(
     tmp_path: Path,
 ) -> None:
