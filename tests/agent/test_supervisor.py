@@ -758,11 +758,12 @@ def test_a_stop_shortens_a_notice() -> None:
 
 def test_no_child_is_started_after_a_notice() -> None:
     slow = leaf(when="always", backoff=Backoff(initial=4))
-    play = started(group({"a": slow, "b": leaf(ready="notify"), "c": leaf()}, after={"c": ["b"]}))
+    served = leaf(ready="notify", when="always")
+    play = started(group({"a": slow, "b": served, "c": leaf()}, after={"c": ["b"]}))
     play.end("a", 1)
     assert play(PreemptionReceived("why", 9.0, 9.0, 9.0)) == "disarm a, preemption b"
     assert play(ChildReady("b", 0)) == ""
-    assert play.end("b", None) == "finish preempted 85"
+    assert play.end("b", 1) == "finish preempted 85"
 
 
 # -------------------------------------------------------------------------- requests
