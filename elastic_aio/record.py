@@ -95,6 +95,11 @@ class JobRecord(JobStatus, frozen=True, kw_only=True):
             raise ValueError(f"is of schema {record.schema}, newer than this reader ({SCHEMA})")
         if not all(abs(time) < TIME_MAX for time in (record.until, record.started_at or 0.0)):
             raise ValueError("is no record of a run: a time is too large")
+        logs = (
+            path for worker in record.workers for path in (worker.stdout_path, worker.stderr_path)
+        )
+        if any("\0" in path for path in (record.log_dir, record.state_dir, *logs) if path):
+            raise ValueError("is no record of a run: a path has a null byte")
         return record
 
     def events(self) -> list[Event]:

@@ -90,6 +90,15 @@ def test_a_newer_record() -> None:
         JobRecord.decode(b'{"schema": 2}')
 
 
+def test_a_path_that_no_file_can_have_is_not_valid() -> None:
+    """The commands open it."""
+    worker = WorkerStatus(0, 0, 1, "failed", stderr_path="/a\0")
+    records = JobRecord(log_dir="a\0b"), JobRecord(state_dir="\0"), JobRecord(workers=(worker,))
+    for one in records:
+        with pytest.raises(ValueError, match="a path has a null byte"):
+            JobRecord.decode(one.encode())
+
+
 @pytest.mark.parametrize(
     ("words", "shown"),
     [

@@ -471,7 +471,13 @@ def _make_unique(prefix: str) -> str:
 
 
 def _remove(directory: str) -> None:
-    import shutil  # takes longer than the removal of some files
-
-    if os.path.isdir(directory):  # of a named pipe, it would wait for a writer
-        shutil.rmtree(directory, ignore_errors=True)
+    """Remove a directory as `shutil.rmtree`, whose import takes longer than that of some files."""
+    with suppress(OSError):
+        # Of a named pipe, it would wait for a writer.
+        found = os.fwalk(directory, topdown=False) if os.path.isdir(directory) else ()
+        for _, directories, files, opened in found:
+            for name in (*files, *directories):
+                for remove in (os.unlink, os.rmdir):  # a link to a directory is a link
+                    with suppress(OSError):
+                        remove(name, dir_fd=opened)
+        os.rmdir(directory)
