@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 LOOPS: Final = ("auto", "asyncio", "uvloop")
 """Event loops that `--loop` accepts."""
+
+_UVLOOP_DESCRIPTORS: Final = 32
+"""Below a limit of 12 descriptors, libuv aborts the process or cannot close its loop."""
 
 Values = Mapping[str, str | None]
 """The values of options by their `dest`; None without the option."""
@@ -187,11 +191,16 @@ def choose_loop(choice: str, *, serves_store: bool = False) -> LoopFactory | Non
     try:
         import uvloop  # lazily: a run on asyncio's loop does not pay for it
     except ImportError as error:
-        if choice == "auto":
-            return None
-        raise checks.invalid_value("--loop", f"cannot be imported: {error}", choice) from None
-    factory: LoopFactory = uvloop.new_event_loop
-    return factory
+        problem = f"cannot be imported: {error}"
+    else:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if limit == resource.RLIM_INFINITY or limit >= _UVLOOP_DESCRIPTORS:
+            factory: LoopFactory = uvloop.new_event_loop
+            return factory
+        problem = f"needs a limit of at least {_UVLOOP_DESCRIPTORS} descriptors, not {limit}"
+    if choice == "auto":
+        return None
+    raise checks.invalid_value("--loop", problem, choice)
 
 
 def print_error(command: str, text: str, code: int) -> int:

@@ -45,6 +45,7 @@ from tests.support.cli import (
     REPOSITORY,
     Ended,
     run_cli,
+    run_in_shell,
     run_program,
     running_cli,
 )
@@ -440,6 +441,14 @@ def test_uvloop_is_not_installed(run_here: RunHere, monkeypatch: pytest.MonkeyPa
     assert ended.err.startswith("aio-elastic run: --loop: cannot be imported: ")
     assert ended.err.endswith("(got 'uvloop')\n")
     assert run_here("--loop", "auto", "--no-python", "true").code == 0
+
+
+@pytest.mark.e2e
+def test_uvloop_with_few_descriptors() -> None:
+    """libuv would abort the process; it is one line and exit code 2."""
+    ended = run_in_shell("ulimit -n 8", "--loop", "uvloop", "--no-python", "true")
+    problem = "needs a limit of at least 32 descriptors, not 8 (got 'uvloop')"
+    assert (ended.code, ended.err) == (2, f"aio-elastic run: --loop: {problem}\n")
 
 
 def test_a_job_on_uvloop(tmp_path: Path, run_here: RunHere) -> None:
