@@ -778,7 +778,7 @@ class SupervisorDriver(BaseDriver):
         is_alone = spec.nnodes.maximum == 1
         if not is_alone:
             parts.note_run(run_id)
-        elif nproc == 1:  # nobody meets it, and a launcher that it runs has a store of its own
+        elif nproc == 1:  # no other worker uses it; another launcher brings its own
             spec = spec.replace(host_store=False)
         directory = partial(parts.make_directory, path)
         others = (one for one in self._starts.values() if one is not start)
