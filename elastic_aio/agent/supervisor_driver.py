@@ -513,10 +513,10 @@ class SupervisorDriver(BaseDriver):
     async def check_reload(self, name: str, spec: group.AnySpec | None) -> None:
         """Raise SpecError if what a reload of a child changes, or restarts, cannot be started."""
         changed = self.restarted_by(name, spec)
-        for one in self._supervisors if changed is not None else ():
-            own = {path.rpartition("/")[::2] for path in changed or ()}
-            known = one._machine.children
-            one._check_order([path for above, path in own if above == one._path and path in known])
+        restarted = [path.rpartition("/")[::2] for path in changed or ()]
+        for one in self._supervisors if restarted else ():
+            own = {child for above, child in restarted if above == one._path}
+            one._check_order(own.intersection(one._machine.children))
         for below, leaf in group.leaves_of(spec or self.spec_of(name)).items():
             path = joined(joined(self._path, name), below)
             if changed is None or path in changed:
@@ -635,7 +635,7 @@ class SupervisorDriver(BaseDriver):
         await self._clock.sleep(effect.delay)
         started = [start for (name, _), start in self._starts.items() if name == effect.name]
         driver = started[-1].driver if started else None
-        answers = [one.last_answer for one in driver.leaves] if driver is not None else []
+        answers = (one.last_answer for one in (driver.leaves if driver is not None else ()))
         return supervisor.TimerElapsed(effect.name, effect.token, next(filter(None, answers), ""))
 
     def _on_cancelled(self, effect: Any) -> None:
